@@ -16,6 +16,7 @@ the chunk store, the paged layouts, and last the engine itself.
 """
 
 import bisect
+import contextlib
 import ctypes
 import hashlib
 import importlib
@@ -121,6 +122,8 @@ class CacheEngineKey:
             raise ValueError(f"key {text!r}: names and tags cannot hold '@' or a newline, nor a tag's name '%'")
         if text != text.strip():
             raise ValueError(f"key {text!r}: white space at an end is lost in the padding of a request")
+        if isinstance(self.chunk_hash, int) and not -(2**63) <= self.chunk_hash < 2**64:
+            raise ValueError(f"key {text!r}: an int hash must be in -2**63..2**64-1")
         if len(text.encode()) > MAX_KEY_BYTES:
             raise ValueError(f"key {text!r} has {len(text.encode())} bytes; at most {MAX_KEY_BYTES} fit in a request")
         return text
@@ -280,7 +283,7 @@ def make_rpc_folder(path: str) -> None:
     folder = os.path.dirname(path)
     os.makedirs(folder, mode=0o700, exist_ok=True)
     info = os.stat(folder)
-    shared = info.st_mode & stat.S_ISVTX  # /tmp itself: nobody can touch another's files there
+    shared = info.st_mode & stat.S_ISVTX and info.st_uid == 0  # /tmp itself: nobody can touch another's files there
     if info.st_uid != os.getuid() and not shared:
         raise PermissionError(f"ipc folder {folder} belongs to uid {info.st_uid}, not to us (uid {os.getuid()})")
 
@@ -422,13 +425,16 @@ class TokenDatabase:
             raise ValueError("give either tokens, or hashes and offsets")
         if tokens is not None:
             spans = self._spans(tokens)
-            skipped = self._skipped(mask, len(tokens))
         else:
             check_hashes(hashes, offsets)  # type: ignore[arg-type]
             ends = list(accumulate(offsets))  # type: ignore[arg-type]
             spans = [(end - n, end, value) for end, n, value in zip(ends, offsets, hashes, strict=True)]  # type: ignore
-            skipped = self._skipped(mask, spans[-1][1] if spans else 0)
-        return [span for span in spans if span[0] >= skipped] if skipped else spans
+        return spans[self.count_masked(spans, mask, _total(tokens, offsets)) :]
+
+    def count_masked(self, spans: list[Span], mask: torch.Tensor | None, num_tokens: int) -> int:
+        """How many of these chunks the mask leaves out."""
+        skipped = self._skipped(mask, num_tokens)
+        return sum(span[0] < skipped for span in spans) if skipped else 0
 
     def _skipped(self, mask: torch.Tensor | None, num_tokens: int) -> int:
         if mask is None:
@@ -549,8 +555,9 @@ def make_token_database(config: LMCacheEngineConfig, metadata: LMCacheMetadata) 
 
 ALIGN_BYTES = 64  # a cache line; also a multiple of every dtype's size
 HUGE_PAGE_BYTES = 2 << 20
-WARM_AHEAD_BYTES = 128 << 20  # a fresh page costs 4 to 10 times a copy: touch this much ahead of need
+WARM_BYTES = 128 << 20  # a fresh page costs 4 to 10 times a copy: touch this much ahead of need
 MADV_POPULATE_WRITE = 23  # linux/mman.h since 5.14: map the pages without changing what they hold
+_LIBC = ctypes.CDLL(None)  # its madvise lets go of the GIL, mmap.madvise does not
 STAGING_BYTES = 4 << 20  # one of two pinned buffers between a socket and the GPU
 
 
@@ -643,10 +650,11 @@ class Chunk:
 class ChunkStore:
     """Chunks of any size within max_bytes on `cpu`, `cuda` or `cuda:N`: reserve, fill, commit; LRU, pins; thread-safe.
 
-    A key is anything hashable. On a CUDA host the memory of a `cpu` store is pinned, so that copies need no detour.
+    A key is anything hashable. warm_bytes: fresh memory is touched that far ahead of need. On a CUDA host the memory of
+    a `cpu` store is pinned, so that copies need no detour.
     """
 
-    def __init__(self, device: str | torch.device, max_bytes: int):
+    def __init__(self, device: str | torch.device, max_bytes: int, warm_bytes: int = WARM_BYTES):
         self.device = parse_device(device)
         if max_bytes < 1:
             raise ValueError(f"max_bytes {max_bytes} must be 1 or more")
@@ -655,7 +663,9 @@ class ChunkStore:
         self._map: mmap.mmap | None = None
         self._registered = False
         self._staging = threading.local()
-        self._warm_end, self._warming = 0, False
+        self._warm_bytes, self._warm_end, self._warm_lock = warm_bytes, 0, threading.Lock()
+        self._warmer = threading.Thread()  # none yet
+        self._closed = False
         try:
             self._memory = self._allocate(self._arena.size)  # uint8 [size]
         except (OSError, RuntimeError, MemoryError, ValueError, OverflowError) as error:
@@ -665,7 +675,9 @@ class ChunkStore:
         self._chunks: OrderedDict[Any, Chunk] = OrderedDict()  # key -> Chunk, least recently used first
         self._pins: OrderedDict[str, tuple[float, list[Chunk]]] = OrderedDict()  # lookup_id -> (deadline, chunks)
         self.counters: Counter[str] = Counter()
-        self._warm()
+        if self.device.type == "cuda" or self._registered:
+            self._warm_end = self._arena.size  # the GPU's, or pinned: touched
+        self._warm_ahead()
 
     # -- memory
 
@@ -683,26 +695,30 @@ class ChunkStore:
             error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)
             if int(error) != 0:
                 raise MemoryError(f"cudaHostRegister of {size} bytes failed with error {int(error)}")
-            self._registered, self._warm_end = True, size  # pinning touched it all
+            self._registered = True
         return memory
 
-    def _warm(self) -> None:
-        """Touches fresh memory ahead of the arena's top, in a short-lived thread, outside any request."""
-        ahead = min(self._arena.size, self._arena.top + WARM_AHEAD_BYTES)
-        if self._map is None or self._warming or ahead - self._warm_end < min(WARM_AHEAD_BYTES // 2, ahead):
-            return
-        self._warming = True
-        first, self._warm_end = self._warm_end, ahead
-        threading.Thread(target=self._touch, args=(self._map, first, ahead), daemon=True, name="warm").start()
+    def warm(self, end: int) -> None:
+        """Touches fresh memory up to `end`, in small steps that several threads may share."""
+        memory = self._memory  # stays mapped while we hold it
+        while not self._closed:
+            with self._warm_lock:
+                start = self._warm_end
+                if start >= min(end, self._arena.size):
+                    return
+                size = min(HUGE_PAGE_BYTES, self._arena.size - start)
+                _LIBC.madvise(
+                    ctypes.c_void_p(memory.data_ptr() + start), ctypes.c_size_t(size), MADV_POPULATE_WRITE
+                )
+                self._warm_end += size  # subtle: also where the kernel is too old for it; then pages come at first use
 
-    def _touch(self, memory: mmap.mmap, first: int, end: int) -> None:
-        page = mmap.PAGESIZE
-        try:
-            for start in range(first // page * page, end, HUGE_PAGE_BYTES):  # madvise holds the GIL: 0.2 ms a step
-                memory.madvise(MADV_POPULATE_WRITE, start, min(HUGE_PAGE_BYTES, len(memory) - start))
-        except (OSError, ValueError):  # an older kernel, or closed: pages come at first use, only slower
-            logger.debug("memory cannot be touched ahead of need")
-        self._warming = False
+    def _warm_ahead(self) -> None:
+        """Keeps fresh memory touched ahead of the arena's top, in a short-lived thread, outside any request."""
+        end = min(self._arena.size, self._arena.top + self._warm_bytes)
+        if self._warm_end < end - self._warm_bytes // 2 and not self._warmer.is_alive():
+            self._warmer = threading.Thread(target=self.warm, args=(end,), daemon=True, name="warm")
+            with contextlib.suppress(RuntimeError):  # no more threads: pages come at first use, only slower
+                self._warmer.start()
 
     def bytes_of(self, chunk: Chunk) -> torch.Tensor:
         """The chunk's memory, uint8 [nbytes], on the store's device. Not a copy."""
@@ -725,11 +741,13 @@ class ChunkStore:
         if chunk.nbytes:
             stream.synchronize()  # nothing is committed before its last byte is there
 
-    def pieces(self, chunk: Chunk) -> Iterator[memoryview]:
+    def pieces(self, chunk: Chunk) -> Iterable[memoryview]:
         """The bytes of a chunk in use, piece by piece; each piece is valid until the next is asked for."""
         if self._view is not None:
-            yield self._view[chunk.offset : chunk.offset + chunk.nbytes]
-            return
+            return (self._view[chunk.offset : chunk.offset + chunk.nbytes],)
+        return self._pieces_from_gpu(chunk)
+
+    def _pieces_from_gpu(self, chunk: Chunk) -> Iterator[memoryview]:
         source = self.bytes_of(chunk)
         starts = range(0, chunk.nbytes, STAGING_BYTES)
 
@@ -772,8 +790,8 @@ class ChunkStore:
                 if not self._evict_one():
                     self.counters["rejected"] += 1
                     return None
-            if self._arena.top > self._warm_end - WARM_AHEAD_BYTES // 2:
-                self._warm()
+            if self._warm_end < self._arena.size:
+                self._warm_ahead()
         return Chunk(offset, nbytes)
 
     def commit(self, key: Any, chunk: Chunk, keep: bool = False) -> Chunk:
@@ -831,6 +849,11 @@ class ChunkStore:
                 touch(chunk.key)
         return found
 
+    def hold(self, chunk: Chunk) -> None:
+        """One more use of a chunk in use, with a release() of its own."""
+        with self._lock:
+            chunk.refs += 1
+
     def release(self, chunks: Iterable[Chunk]) -> None:
         with self._lock:
             self._release(chunks)
@@ -865,7 +888,8 @@ class ChunkStore:
         """Keeps acquired chunks in use until unpin(lookup_id) or the timeout; a second pin under an id replaces it."""
         with self._lock:
             self._unpin(lookup_id)
-            self._pins[lookup_id] = (time.monotonic() + timeout_sec, chunks)
+            if chunks:  # a lookup that found nothing leaves nothing
+                self._pins[lookup_id] = (time.monotonic() + timeout_sec, chunks)
 
     def unpin(self, lookup_id: str) -> None:
         with self._lock:
@@ -881,10 +905,16 @@ class ChunkStore:
             return sizes | {"pins": len(self._pins), "pinned_chunks": pinned} | counted
 
     def close(self) -> None:
+        """Drops all, takes nothing more, and gives up the memory, unless a chunk is in use still. Idempotent."""
+        with self._lock:
+            self._closed, self._arena.size = True, 0  # subtle: so nothing fits any more
         self.clear()
         if self._registered:
             self._registered = False
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+        if not self._arena.used:
+            self._memory, self._map = torch.empty(0, dtype=torch.uint8), None
+            self._view = None if self._view is None else memoryview(b"")
 
     # -- under the lock
 
@@ -964,10 +994,8 @@ class PagedKVCache:
         self.device = first.device
         self.num_slots = self.num_blocks * self.block_size
         self._planes_ = ordered
-        self._slot_rows = [_merge(plane, (self.num_slots, -1)) for plane in ordered]  # of [B*N, H*D], or None
-        self._block_rows = [
-            rows if (rows := _merge(plane, (self.num_blocks, -1))) is not None else plane for plane in ordered
-        ]  # of [B, N*H*D], or the plane itself
+        self._slot_rows = _merge(ordered, (self.num_slots, -1))  # K*L of [B*N, H*D], or None
+        self._block_rows = _merge(ordered, (self.num_blocks, -1)) or ordered  # of [B, N*H*D], or the planes as they are
 
     def _widest(self, layers: list[list[torch.Tensor]]) -> torch.dtype:
         """The widest dtype that the KV can be seen as: bytes move the same, in fewer and larger steps."""
@@ -1030,9 +1058,7 @@ class PagedKVCache:
             first = blocks[:, 0]
             if bool((blocks == first[:, None] + torch.arange(size)).all() & (first % size == 0).all()):
                 return self._block_rows, (first // size).to(self.device)
-        if self._slot_rows[0] is None:
-            return None
-        return self._slot_rows, slots.to(self.device)  # type: ignore[return-value]
+        return (self._slot_rows, slots.to(self.device)) if self._slot_rows else None
 
     def gather(self, slots: torch.Tensor, chunk: torch.Tensor) -> None:
         """Copies the KV at slots (int64 [T], on the CPU) into chunk, [K, L, T, H*D] bytes on the cache's device."""
@@ -1064,10 +1090,10 @@ class PagedKVCache:
             yield from ((row, index, part) for row, part in zip(rows, parts, strict=True))
 
 
-def _merge(plane: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
+def _merge(planes: list[torch.Tensor], shape: tuple[int, ...]) -> list[torch.Tensor] | None:
     try:
-        return plane.view(shape)
-    except RuntimeError:  # its axes are not neighbours in memory
+        return [plane.view(shape) for plane in planes]
+    except RuntimeError:  # of one of them, the axes are not neighbours in memory
         return None
 
 
@@ -1099,23 +1125,25 @@ class LMCacheEngine:
         self._token_bytes = math.prod(self._kv_axes) * metadata.kv_dtype.itemsize
         first_only = (config.extra_config or {}).get("save_only_first_rank", metadata.use_mla) and metadata.use_mla
         self.save_only_first_rank = bool(first_only)
-        self.chunks = ChunkStore(device, int(config.max_local_cpu_size * 2**30))
         self._paged: PagedKVCache | None = None
         self._lock = threading.Lock()  # of the counters and the outbox
         self._move_lock = threading.Lock()  # of the streams and staging buffers
         self._counters = dict.fromkeys(ENGINE_COUNTERS, 0)
         self._outbox: deque[tuple[str, Chunk]] = deque()  # key text and chunk in use, on their way to the remote
         self._outbox_bytes = 0
+        self._dropped_before = 0  # remote_dropped at the last flush
         self._outbox_ready = threading.Condition(self._lock)
         self._remote_down_until = 0.0
         self._closed = False
+        self._log = RareLog(logger)
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
-        text = self._key(0, None).to_string()  # model@world_size@worker_id@0@dtype: fails now, not at the first store
+        text = self._key(2**64 - 1, None).to_string()  # the longest: what does not fit fails now, not at a store
         self._key_end = "@" + DTYPE_TO_TEXT[metadata.kv_dtype]
-        self._key_start = text.removesuffix("0" + self._key_end)
+        self._key_start = text.removesuffix("f" * 16 + self._key_end)  # model@world_size@worker_id@
         if remote is not None and metadata.kv_dtype not in DTYPE_TO_INT:
             raise ValueError(f"kv_dtype {metadata.kv_dtype} has no number on the wire, so there can be no remote")
-        self._writer = Service("remote-writer", self._write_remote) if remote is not None else None
+        self.chunks = ChunkStore(device, int(config.max_local_cpu_size * 2**30))
+        self._writer = Service("remote-writer", self._write_remote, self._drop_outbox) if remote is not None else None
 
     def register_kv_caches(self, kvcaches: Sequence[Any], layout: str) -> None:
         """Names the serving engine's L layer tensors and their layout, see PagedKVCache; ValueError where they differ
@@ -1140,15 +1168,18 @@ class LMCacheEngine:
         Given tokens, it stores as long a prefix as there is room for, and a fault of ours stores nothing. Given
         hashes, it is all or nothing, and no room is a MemoryError: whoever asks by hash is told (offload_server.py).
         """
-        spans = self.token_database.process_tokens(tokens, hashes, offsets, mask)
-        paged, slots = self._pages_and_slots(kvcaches, slot_mapping, _total(tokens, offsets), spans)
+        spans = self.token_database.process_tokens(tokens, hashes, offsets)
+        masked = self.token_database.count_masked(spans, mask, total := _total(tokens, offsets))
+        paged, slots = self._pages_and_slots(kvcaches, slot_mapping, total, spans[masked:])
         keys, lengths = self._keys(spans, suffix := self._tags(request_configs)), _lengths(spans)
+        if self._closed and hashes is not None:
+            raise RuntimeError("the engine is closed")
         if self._closed or (self.save_only_first_rank and self.metadata.worker_id != 0):
             return 0
         fresh: list[tuple[int, Chunk]] = []  # index of a span that is not here, and its reserved chunk
         held = self.chunks.acquire_prefix(keys, lengths)  # our own head is not evicted to make room for our tail
         try:
-            for index in range(len(held), len(spans)):
+            for index in range(max(len(held), masked), len(spans)):
                 if here := self.chunks.acquire_prefix(keys[index : index + 1], lengths[index : index + 1]):
                     held += here
                 elif (chunk := self.chunks.reserve(lengths[index] * self._token_bytes)) is not None:
@@ -1283,6 +1314,8 @@ class LMCacheEngine:
             for start, end, _ in batch:
                 written[start:end] = True
             done += len(found)
+        if self.remote is not None:  # what came from there came head first: make the head the last to be evicted
+            self.chunks.release(self.chunks.acquire_prefix(keys[:done], lengths[:done]))
         self._count(retrieves=1, retrieved_tokens=int(written.sum()))
         return written
 
@@ -1295,9 +1328,8 @@ class LMCacheEngine:
         def fill(index: int, meta: RemoteMeta, receive: Callable[[memoryview], Any]) -> None:
             start, end, chunk_hash = spans[index]
             if meta != self._remote_meta(end - start):
-                logger.warning(
-                    "remote has another chunk under this key: %s, not %s", meta, self._remote_meta(end - start)
-                )
+                wanted = self._remote_meta(end - start)
+                self._log("other", "remote has another chunk under this key: %s, not %s", meta, wanted)
                 return
             chunk = self.chunks.reserve(meta.length)
             if chunk is None:
@@ -1326,9 +1358,10 @@ class LMCacheEngine:
         try:
             return ask()
         except Exception as error:
-            self._remote_down_until = time.monotonic() + REMOTE_COOLDOWN_SEC
+            if not isinstance(error, ValueError):  # that is a key too long for a request: ours, not the remote's fault
+                self._remote_down_until = time.monotonic() + REMOTE_COOLDOWN_SEC
             self._count(remote_errors=1)
-            logger.warning("remote failed, left alone for %.0f s: %r", REMOTE_COOLDOWN_SEC, error)
+            self._log(type(error).__name__, "remote failed, or left alone for a second after that: %r", error)
             return otherwise
 
     def _send(self, chunk_hash: ChunkHash, suffix: str, chunk: Chunk) -> None:
@@ -1336,11 +1369,12 @@ class LMCacheEngine:
         if self.remote is None:
             return
         with self._outbox_ready:
-            if self._outbox_bytes + chunk.nbytes > self.chunks.max_bytes // 2:  # the other half stays evictable
+            # Half of the memory stays evictable.
+            if self._closed or self._outbox_bytes + chunk.nbytes > self.chunks.max_bytes // 2:
                 self._counters["remote_dropped"] += 1
                 return
             self._outbox_bytes += chunk.nbytes
-            chunk.refs += 1
+            self.chunks.hold(chunk)
             self._outbox.append((self._key_text(chunk_hash, suffix), chunk))
             self._outbox_ready.notify()
 
@@ -1361,13 +1395,23 @@ class LMCacheEngine:
             self._outbox_bytes -= sum(chunk.nbytes for _, chunk in batch)
             self._outbox_ready.notify_all()
 
+    def _drop_outbox(self) -> None:
+        with self._outbox_ready:
+            dropped = [chunk for _, chunk in self._outbox]
+            self._outbox.clear()
+            self._outbox_bytes -= sum(chunk.nbytes for chunk in dropped)
+            self._counters["remote_dropped"] += len(dropped)
+        self.chunks.release(dropped)
+
     def flush(self, timeout_sec: float = 10.0) -> bool:
-        """Waits until the remote has taken every chunk stored so far; False where it has not within the timeout."""
+        """Waits until the remote has taken what was stored since the last flush; False where it has not all of it."""
         if self.remote is None:
             return True
         with self._outbox_ready:
             emptied = self._outbox_ready.wait_for(lambda: self._outbox_bytes == 0, timeout_sec)
-        return emptied and self._ask_remote(lambda: self.remote.flush() or True, False)
+            dropped = self._counters["remote_dropped"] - self._dropped_before
+            self._dropped_before += dropped
+        return emptied and self._ask_remote(lambda: self.remote.flush() or True, False) and not dropped
 
     def _remote_meta(self, num_tokens: int) -> RemoteMeta:
         num_kv, num_layers, width = self._kv_axes
@@ -1495,11 +1539,11 @@ class LMCacheEngine:
         """Hands what is in the outbox to the remote, within the timeout, and gives up the memory. Idempotent."""
         if self._closed:
             return
+        self._closed = True
         if self._writer is not None:
             if time.monotonic() >= self._remote_down_until:
                 self.flush(timeout_sec)
             self._writer.close()
-        self._closed = True
         self.chunks.close()
 
     def __enter__(self) -> "LMCacheEngine":
