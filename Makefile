@@ -3,8 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check
+VLLM_VENV ?= .venv-vllm
+VLLM_PY := $(VLLM_VENV)/bin/python
+VLLM_PIP := $(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo demo-modules test interop fuzz soak bench lint clean
+.PHONY: help demo demo-modules demo-vllm test test-vllm interop fuzz soak bench bench-cuda bench-vllm lint clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -24,6 +27,18 @@ $(VENV)/demo: $(VENV)/run requirements-demo.txt requirements-nodeps.txt
 $(VENV)/dev: $(VENV)/demo requirements-dev.txt
 	@echo "adding pytest, hypothesis, ruff, mypy and what LMCache imports"
 	@$(PIP) -r requirements.txt -r requirements-dev.txt
+	@touch $@
+
+$(VLLM_VENV)/run: requirements.txt requirements-vllm.txt
+	@echo "making $(VLLM_VENV): vLLM's CPU build and what it imports (2.1 GB)"
+	@test -x $(VLLM_PY) || $(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_PIP) -r requirements.txt
+	@$(VLLM_PIP) --no-deps -r requirements-vllm.txt
+	@touch $@
+
+$(VLLM_VENV)/models: $(VLLM_VENV)/run examples/make_model.py
+	@$(VLLM_PY) examples/make_model.py $(VLLM_VENV)/smollm2
+	@$(VLLM_PY) examples/make_model.py --pad-heads $(VLLM_VENV)/smollm2-tp2
 	@touch $@
 
 demo: $(VENV)/demo  ## a real LLM: prefill in one process, found and continued in another
@@ -49,6 +64,18 @@ soak: $(VENV)/dev  ## the long runs: churn, many clients, faults
 
 bench: $(VENV)/dev  ## ours, LMCache's and the floor, side by side
 	$(PY) tests/bench.py
+
+bench-cuda: $(VENV)/run  ## GB/s on a GPU, against plain copies
+	@$(PY) tests/bench_cuda.py
+
+demo-vllm: $(VLLM_VENV)/models  ## a real vLLM server and client: a long prompt twice, and after a restart
+	@$(VLLM_PY) examples/vllm_demo.py $(VLLM_VENV)/smollm2
+
+test-vllm: $(VLLM_VENV)/models  ## the connector in a real vLLM on the CPU (about 8 minutes)
+	$(VLLM_PY) -m pytest tests/serving --confcutdir=tests/serving
+
+bench-vllm: $(VLLM_VENV)/models  ## time to first token: no cache, vLLM's own, ours, its example connector
+	@$(VLLM_PY) tests/bench_vllm.py $(VLLM_VENV)/smollm2
 
 lint: $(VENV)/dev  ## ruff and mypy
 	$(VENV)/bin/ruff check .

@@ -41,6 +41,8 @@ from engine import (
     Service,
     Tokens,
     check_hashes,
+    int_tuple,
+    locked,
     make_rpc_folder,
     make_token_database,
     rpc_path,
@@ -71,20 +73,21 @@ def bind_ipc(server: zmq.Socket, path: str) -> None:
     (offload_server.py has its twin: each module can be lifted out with engine.py alone.)
     """
     make_rpc_folder(path)
-    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISSOCK(os.stat(path).st_mode):
-            raise FileExistsError(f"{path} is there and is not a socket")
+    with locked(os.path.dirname(path)):
+        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(os.stat(path).st_mode):
+                raise FileExistsError(f"{path} is there and is not a socket")
+            try:
+                probe.settimeout(1.0)
+                probe.connect(path)
+            except ConnectionRefusedError:
+                os.unlink(path)  # stale: its server is gone
+            else:  # subtle: libzmq itself would take the path from the living server and say nothing
+                raise OSError(f"a server is alive on {path}")
         try:
-            probe.settimeout(1.0)
-            probe.connect(path)
-        except ConnectionRefusedError:
-            os.unlink(path)  # stale: its server is gone
-        else:  # subtle: libzmq itself would take the path from the living server and say nothing
-            raise OSError(f"a server is alive on {path}")
-    try:
-        server.bind(f"ipc://{path}")
-    except zmq.ZMQError as error:
-        raise OSError(f"cannot bind {path}: {error}") from error
+            server.bind(f"ipc://{path}")
+        except zmq.ZMQError as error:
+            raise OSError(f"cannot bind {path}: {error}") from error
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -111,10 +114,10 @@ class LMCacheLookupServer:
         self._socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         try:
             bind_ipc(self._socket, self.path)
+            self._service = Service("lookup-server", self._step, self._finish)
         except BaseException:
             self._context.destroy()
             raise
-        self._service = Service("lookup-server", self._step, self._finish)
 
     def _step(self) -> None:
         try:
@@ -143,15 +146,14 @@ class LMCacheLookupServer:
             return bytes(4)
 
     def _finish(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             os.unlink(self.path)  # first, so that nobody finds a server that is about to go
         self._socket.close()
+        self._context.term()
 
     def close(self) -> None:
         """Ends the thread and takes the socket file away. Idempotent."""
         self._service.close()
-        if not self._service.is_alive():
-            self._context.term()
 
     def __enter__(self) -> "LMCacheLookupServer":
         return self
@@ -191,6 +193,7 @@ class LMCacheLookupClient:
         """
         deadline = time.monotonic() + self.config.lookup_timeout_ms / 1000
         frames = self._frames(token_ids, lookup_id, request_configs)
+        self._status.pop(lookup_id, None)
         if not frames:
             return 0
         counts = self._ask(frames, deadline)
@@ -199,7 +202,6 @@ class LMCacheLookupClient:
         hits = min(counts)
         if hits != max(counts):
             self._log("differ", "ranks %s have %s hit tokens: the smallest counts", self.ranks, counts)
-        self._status.pop(lookup_id, None)
         self._status[lookup_id] = hits
         while len(self._status) > MAX_STATUS:
             with contextlib.suppress(KeyError):  # another thread was faster
@@ -225,7 +227,7 @@ class LMCacheLookupClient:
         except TypeError as error:
             raise ValueError(f"request_configs {configs!r} must be JSON: {error}") from error
         if self.token_database is None:
-            ids = token_ids.tolist() if isinstance(token_ids, torch.Tensor) else list(token_ids)
+            ids = int_tuple(token_ids)
             return [self._encode(ids), *tail] if ids else []
         spans = self.token_database.process_tokens(token_ids)
         hashes, lengths = [span[2] for span in spans], [end - start for start, end, _ in spans]
@@ -247,7 +249,7 @@ class LMCacheLookupClient:
                 sock.send_multipart(frames)
             for sock in self._sockets:
                 counts.append(self._receive(sock, deadline))
-        except (zmq.ZMQError, TimeoutError) as error:
+        except (zmq.ZMQError, OSError) as error:
             self._log("failed", "rank %s gave no answer: %s; 0 hits", self.ranks[len(counts)], error)
             self._disconnect()  # a late reply comes to a socket that is gone, never to the next lookup
         finally:
@@ -261,18 +263,20 @@ class LMCacheLookupClient:
                 raise TimeoutError(f"within {self.config.lookup_timeout_ms} ms")
             sock.set(zmq.RCVTIMEO, min(left_ms, POLL_MS))
             with contextlib.suppress(zmq.Again):
-                reply = sock.recv()
+                reply = b"".join(sock.recv_multipart())
+                if len(reply) != 4:
+                    raise OSError(f"a reply of {len(reply)} bytes, not 4")
                 return int.from_bytes(reply, "big")
 
     def _connect(self) -> None:
         for path in self.paths:
             sock = self._context.socket(zmq.REQ)
+            self._sockets.append(sock)
             sock.set(zmq.LINGER, 0)
             sock.set(zmq.SNDTIMEO, 0)
             sock.set(zmq.RECONNECT_IVL, 20)  # ms
             sock.set(zmq.RECONNECT_IVL_MAX, 500)
             sock.connect(f"ipc://{path}")
-            self._sockets.append(sock)
 
     def _disconnect(self) -> None:
         while self._sockets:

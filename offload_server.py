@@ -36,6 +36,7 @@ from engine import (
     RareLog,
     Service,
     check_hashes,
+    locked,
     make_rpc_folder,
     rpc_path,
 )
@@ -75,20 +76,21 @@ def bind_ipc(server: zmq.Socket, path: str) -> None:
     (lookup.py has its twin: each module can be lifted out with engine.py alone.)
     """
     make_rpc_folder(path)
-    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISSOCK(os.stat(path).st_mode):
-            raise FileExistsError(f"{path} is there and is not a socket")
+    with locked(os.path.dirname(path)):
+        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(os.stat(path).st_mode):
+                raise FileExistsError(f"{path} is there and is not a socket")
+            try:
+                probe.settimeout(1.0)
+                probe.connect(path)
+            except ConnectionRefusedError:
+                os.unlink(path)  # stale: its server is gone
+            else:  # subtle: libzmq itself would take the path from the living server and say nothing
+                raise OSError(f"a server is alive on {path}")
         try:
-            probe.settimeout(1.0)
-            probe.connect(path)
-        except ConnectionRefusedError:
-            os.unlink(path)  # stale: its server is gone
-        else:  # subtle: libzmq itself would take the path from the living server and say nothing
-            raise OSError(f"a server is alive on {path}")
-    try:
-        server.bind(f"ipc://{path}")
-    except zmq.ZMQError as error:
-        raise OSError(f"cannot bind {path}: {error}") from error
+            server.bind(f"ipc://{path}")
+        except zmq.ZMQError as error:
+            raise OSError(f"cannot bind {path}: {error}") from error
 
 
 class ZMQOffloadServer:
@@ -109,10 +111,10 @@ class ZMQOffloadServer:
         self._socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         try:
             bind_ipc(self._socket, self.path)
+            self._service = Service("offload-server", self._step, self._finish)
         except BaseException:
             self._context.destroy()
             raise
-        self._service = Service("offload-server", self._step, self._finish)
 
     def _step(self) -> None:
         try:
@@ -141,20 +143,19 @@ class ZMQOffloadServer:
                 raise ValueError(f"{len(slot_mapping)} slots for {sum(offsets)} tokens")
             self.engine.store(hashes=hashes, slot_mapping=slot_mapping, offsets=offsets)
         except Exception as error:
-            self._log(type(error).__name__, "offload of %d chunks refused: %r", len(hashes), error)
+            self._log(type(error).__name__, "offload refused: %r", error)
             return False
         return True
 
     def _finish(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             os.unlink(self.path)  # first, so that nobody finds a server that is about to go
         self._socket.close()
+        self._context.term()
 
     def close(self) -> None:
         """Ends the thread and takes the socket file away. Idempotent."""
         self._service.close()
-        if not self._service.is_alive():
-            self._context.term()
 
     def __enter__(self) -> "ZMQOffloadServer":
         return self

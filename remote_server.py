@@ -96,7 +96,10 @@ class ClientMetaMessage:
         if len(raw) > MAX_KEY_BYTES or raw.endswith(b" "):
             raise ValueError(f"key {key!r} has {len(raw)} bytes; allowed: {MAX_KEY_BYTES}, and no space at the end")
         numbers = (self.command, self.length, self.fmt, self.dtype, self.location, *self.shape)
-        return REQUEST.pack(*numbers, raw.ljust(MAX_KEY_BYTES))
+        try:
+            return REQUEST.pack(*numbers, raw.ljust(MAX_KEY_BYTES))
+        except struct.error as error:
+            raise ValueError(f"command, length, fmt, dtype, location, shape {numbers}: {error}") from error
 
     @staticmethod
     def deserialize(header: bytes) -> "ClientMetaMessage":
@@ -194,6 +197,8 @@ def tls_context(cert: str, key: str, ca: str, server_side: bool) -> ssl.SSLConte
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.verify_mode = ssl.CERT_REQUIRED
+    if server_side:
+        context.num_tickets = 0  # a client with bytes to read between requests knows that something is wrong
     try:
         context.load_cert_chain(cert, key)
         context.load_verify_locations(ca)
@@ -233,18 +238,22 @@ class LMCacheServer:
         stall_timeout_sec: float = 30.0,
         tls: ssl.SSLContext | None = None,
     ):
-        if max_clients < 1 or stall_timeout_sec <= 0:
-            raise ValueError(f"max_clients {max_clients} and stall_timeout_sec {stall_timeout_sec} must be positive")
-        self.store = ChunkStore(device, max_bytes, warm_bytes=max_bytes)  # it is there to be filled
-        self.store.warm(FIRST_WARM_BYTES)
+        if max_clients < 1 or not 1e-3 <= stall_timeout_sec <= 1e6:
+            raise ValueError(
+                f"max_clients {max_clients} must be positive, stall_timeout_sec {stall_timeout_sec} 0.001..1e6"
+            )
         self.max_clients, self.stall_timeout_sec, self.tls = max_clients, stall_timeout_sec, tls
-        self._listener = _listen(host, port)
+        with contextlib.ExitStack() as undo:  # where one fails, those before it are closed
+            self._listener = undo.enter_context(_listen(host, port))
+            self._spare_file = undo.enter_context(open(os.devnull))  # see _refuse_for_lack_of_files
+            self.store = ChunkStore(device, max_bytes, warm_bytes=max_bytes)  # it is there to be filled
+            undo.pop_all()
+        self.store.warm(FIRST_WARM_BYTES)
         self.host, self.port = self._listener.getsockname()[:2]
         self._clients: dict[socket.socket, threading.Thread] = {}
         self._lock = threading.Lock()  # of _clients
         self._closed = threading.Event()
         self._log = RareLog(logger)
-        self._spare_fd = os.open(os.devnull, os.O_RDONLY)  # given up to accept, and refuse, when there are no more
         self.refused_clients = 0
 
     # -- one connection
@@ -262,8 +271,9 @@ class LMCacheServer:
         """Answers one client's requests until it leaves, stalls in the middle of one, or the server closes."""
         peer = _peer(client_socket)
         try:
-            sock = self._prepare(client_socket)
-            with contextlib.closing(sock):
+            with self._prepare(client_socket) as sock:
+                if isinstance(sock, ssl.SSLSocket):
+                    sock.do_handshake()  # here, in the client's own thread, where a slow one stalls nobody else
                 self._serve(sock)
         except (TimeoutError, ssl.SSLError) as error:
             self._log("stalled", "client %s dropped: %s", peer, error)
@@ -286,7 +296,6 @@ class LMCacheServer:
         secure = self.tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         with self._lock:  # wrapping detached the old socket: close() must find the new one
             self._clients[secure] = self._clients.pop(sock, threading.current_thread())
-        secure.do_handshake()  # here, in the client's own thread, where a slow one stalls nobody else
         return secure
 
     def _serve(self, sock: socket.socket) -> None:
@@ -307,7 +316,7 @@ class LMCacheServer:
                 at += REQUEST_BYTES
                 key = key.rstrip(b" ")
                 if command == EXIST:
-                    replies += FOUND if self.store.contains(key) else MISS
+                    replies += FOUND if self._ask_store(self.store.contains, key) else MISS
                 elif command == PUT:
                     if replies:  # no answer waits for a payload that may be slow to come
                         sock.sendall(replies)
@@ -352,7 +361,10 @@ class LMCacheServer:
             early = early[count:]
             recv_exact(sock, view[count:])
 
-        chunk = self.store.reserve(length)
+        self._ask_store(
+            self.store.contains, key
+        )  # subtle: touches the old value, the last to be evicted for the new one
+        chunk = self._ask_store(self.store.reserve, length)
         if chunk is None:
             self._log("refused", "PUT of %d bytes refused, the budget is %d", length, self.store.max_bytes)
             scratch = memoryview(bytearray(min(length, MAX_DRAIN)))
@@ -368,9 +380,17 @@ class LMCacheServer:
         self.store.release([self.store.commit(key, chunk)])
         return True
 
+    def _ask_store(self, ask: Callable[[Any], Any], value: Any) -> Any:
+        """ask(value), or None: a fault of the store is a miss or a refusal, and the client is served on."""
+        try:
+            return ask(value)
+        except Exception as error:
+            self._log("store", "the store failed: %r", error)
+            return None
+
     def _answer(self, sock: socket.socket, command: int, key: bytes) -> None:
         if command == GET:
-            chunk = self.store.acquire(key)
+            chunk = self._ask_store(self.store.acquire, key)
             if chunk is None:
                 sock.sendall(MISS)
                 return
@@ -381,6 +401,11 @@ class LMCacheServer:
                     header = b""
                 if header:  # no pieces: an empty payload on a GPU
                     sock.sendall(header)
+            except RuntimeError as error:  # the device fails
+                if not header:
+                    raise
+                self._log("store", "the store failed: %r", error)
+                sock.sendall(MISS)
             finally:
                 self.store.release([chunk])
         elif command in (ClientCommand.LIST, ClientCommand.STATS):
@@ -440,13 +465,12 @@ class LMCacheServer:
         """No file descriptor is left for a new client: the spare one accepts it, to close it, so that it knows."""
         self.refused_clients += 1
         self._log("files", "client refused: %s", error)
-        os.close(self._spare_fd)
+        self._spare_file.close()
         try:
             self._listener.accept()[0].close()
+            self._spare_file = open(os.devnull)  # noqa: SIM115
         except OSError:
             time.sleep(0.05)  # something else took the spare one: no busy loop
-        finally:
-            self._spare_fd = os.open(os.devnull, os.O_RDONLY)
 
     def stats(self) -> dict[str, int]:
         """The store's figures, and connected and refused clients."""
@@ -454,8 +478,6 @@ class LMCacheServer:
 
     def close(self) -> None:
         """Ends every connection, what is half received is dropped, and gives up memory and port. Idempotent."""
-        if self._closed.is_set():
-            return
         self._closed.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # subtle: else an accept() under way holds the port for 0.2 s
@@ -463,13 +485,15 @@ class LMCacheServer:
         with self._lock:
             clients = dict(self._clients)
         for sock in clients:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(
+                OSError
+            ):  # subtle: SSLSocket.shutdown would make its reader take it for a plain one
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
         deadline = time.monotonic() + 1.5
         for thread in clients.values():
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
-        os.close(self._spare_fd)
+        self._spare_file.close()
         self.store.close()
 
     def __enter__(self) -> "LMCacheServer":
@@ -552,6 +576,8 @@ class RemoteClient:
         """
         if isinstance(data, torch.Tensor):
             data = data.detach().contiguous().cpu()
+            if data.dtype not in DTYPE_TO_INT:
+                raise ValueError(f"{data.dtype} has no number on the wire; allowed: {list(DTYPE_TO_INT)[1:]}")
             shape = (*data.shape, 0, 0, 0, 0)[: max(4, data.dim())]
             meta = meta or RemoteMeta(data.nbytes, MemoryFormat.KV_2LTD, DTYPE_TO_INT[data.dtype], shape)
             payload = bytes_of(data)
@@ -574,11 +600,11 @@ class RemoteClient:
             nonlocal gone
             if gone:
                 raise OSError("the connection broke in the middle of a put in pieces: it cannot begin again")
-            self._unconfirmed += 1
             send_all(sock, header, first, deadline)
             for piece in pieces:
                 gone = True
                 send_all(sock, piece, b"", deadline)
+            self._unconfirmed += 1
 
         self._call(send)
 
@@ -641,14 +667,14 @@ class RemoteClient:
     def health(self) -> bool:
         """True where a server answers; False, and no exception, where none does."""
         try:
-            self.flush()
+            self._ping()
         except OSError:
             return False
         return True
 
     def flush(self) -> None:
         """Returns when the server has taken every put so far; ConnectionError where some of them may be lost."""
-        self._pipeline(ClientCommand.HEALTH, [ANY_KEY], lambda *_: None)
+        self._ping()
         with self._lock:
             lost, self._lost = self._lost, 0
         if lost:
@@ -659,10 +685,13 @@ class RemoteClient:
         self._closed = True
         sock = self._sock
         if sock is not None:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)  # wakes whoever waits for a reply
-        with self._lock:
+            with contextlib.suppress(
+                OSError
+            ):  # subtle: SSLSocket.shutdown would make its reader take it for a plain one
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)  # wakes whoever waits for a reply
+        if self._lock.acquire(timeout=1.0):  # else a call is about to connect: it sees that we are closed
             self._disconnect()
+            self._lock.release()
 
     def __enter__(self) -> "RemoteClient":
         return self
@@ -671,6 +700,9 @@ class RemoteClient:
         self.close()
 
     # -- one connection
+
+    def _ping(self) -> None:
+        self._pipeline(ClientCommand.HEALTH, [ANY_KEY], lambda *_: None)
 
     def _body(self, command: ClientCommand) -> bytes:
         body = bytearray()
@@ -714,7 +746,7 @@ class RemoteClient:
                 try:
                     exchange(self._connected(deadline), deadline)
                     return
-                except ConnectionError as error:
+                except (ConnectionError, ssl.SSLError) as error:
                     self._disconnect()
                     if attempt == self.retries or self._closed:
                         raise ConnectionError(f"{self.host}:{self.port}: {error}") from error
@@ -723,6 +755,8 @@ class RemoteClient:
             self._disconnect()  # half an exchange: the stream is out of step
             raise
         finally:
+            if self._closed:
+                self._disconnect()
             self._lock.release()
 
     def _connected(self, deadline: float) -> socket.socket:
@@ -730,9 +764,8 @@ class RemoteClient:
         if self._sock is not None:
             self._sock.settimeout(0)
             try:
-                waiting = True if self.tls else self._sock.recv(1, socket.MSG_PEEK)
-                if waiting is not True:
-                    self._disconnect()  # closed, or bytes that nobody asked for
+                socket.socket.recv(self._sock, 1, socket.MSG_PEEK)  # of the bare socket, also with TLS
+                self._disconnect()  # closed, or bytes that nobody asked for
             except BlockingIOError:
                 pass
             except OSError:
@@ -750,6 +783,8 @@ class RemoteClient:
             except OSError as error:
                 sock.close()
                 raise ConnectionError(f"TLS handshake: {error}") from error
+            if self._closed:
+                raise ConnectionError("this client is closed")
         return self._sock
 
     def _disconnect(self) -> None:

@@ -1,0 +1,620 @@
+"""bench.py - ours, LMCache 0.3.14 and the physical floor, side by side in one run: interleaved rounds, medians.
+
+    $ make bench                                # all of it, about 15 minutes; tables, bench.json, figures
+    $ python tests/bench.py --rounds 7 tcp      # one part: tcp, lookup, engine, growth, ttft
+
+The floor of the TCP part is a bare Python server below (FLOOR): it knows where the bytes go before they come, has
+touched the memory, and does nothing else. The floor of the engine part is torch's own index_select and index_copy_ on
+the same tensors. Machines are noisy: only the ratios within a run count.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
+os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
+
+import torch  # noqa: E402
+
+from engine import LMCacheEngine, LMCacheEngineConfig, LMCacheMetadata  # noqa: E402
+from lookup import LMCacheLookupClient, LMCacheLookupServer  # noqa: E402
+from remote_server import REPLY, REQUEST, ClientCommand, RemoteClient  # noqa: E402
+
+MIB = 1 << 20
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rounds, medians, ratios
+
+Rows = list[dict[str, Any]]
+ROWS: Rows = []
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def compare(
+    title: str, works: dict[str, Callable[[], float]], rounds: int, targets: str = "", unit: str = "ms"
+) -> None:
+    """Runs each system once a round, in turn; prints medians and what ours is of the others'."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    names = list(works)
+    for turn in range(rounds + 1):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:  # nobody is always the first
+            took = works[name]()
+            if turn:  # the first round warms up
+                times[name].append(took)
+    scale = {"s": 1, "ms": 1e3, "us": 1e6}[unit]
+    median = {name: statistics.median(values) * scale for name, values in times.items()}
+    row: dict[str, Any] = {"title": title, "unit": unit, "targets": targets, "rounds": rounds}
+    for name, values in times.items():
+        row[name] = {"median": median[name], "min": min(values) * scale, "max": max(values) * scale}
+    row["lmcache/ours"] = median["lmcache"] / median["ours"] if "lmcache" in median else None
+    row["floor/ours"] = median["floor"] / median["ours"] if "floor" in median else None
+    ROWS.append(row)
+    cells = [f"{median[name]:10.3f}" if name in median else " " * 10 for name in ("ours", "lmcache", "floor")]
+    ratios = [f"{row[key]:7.2f}" if row[key] else " " * 7 for key in ("lmcache/ours", "floor/ours")]
+    print(f"{title:52} {unit:>2} {' '.join(cells)} {' '.join(ratios)}  {targets}", flush=True)
+
+
+def heading(text: str) -> None:
+    print(
+        f"\n{text}\n{'':52}    {'ours':>10} {'LMCache':>10} {'floor':>10} {'LMC/us':>7} {'fl/us':>7}  target",
+        flush=True,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# TCP: three servers, one bare client
+
+FLOOR = r"""
+import socket, struct, sys, threading
+REQUEST, REPLY = struct.Struct("<9i150s"), struct.Struct("<9i")
+memory = memoryview(bytearray(int(sys.argv[1])))
+for page in range(0, len(memory), 4096):
+    memory[page] = 1
+top, lock, chunks = 0, threading.Lock(), {}
+def exact(sock, view):
+    while view:
+        count = sock.recv_into(view)
+        if not count:
+            raise SystemExit
+        view = view[count:]
+def serve(sock):
+    global top
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    header = bytearray(REQUEST.size)
+    while True:
+        exact(sock, memoryview(header))
+        command, length, fmt, dtype, _, a, b, c, d, key = REQUEST.unpack(header)
+        if command == 1:
+            with lock:
+                if top + length > len(memory):
+                    top = 0
+                start, top = top, top + length
+            exact(sock, memory[start:start + length])
+            chunks[key] = REPLY.pack(200, length, fmt, dtype, a, b, c, d, 0), start, length
+        elif command == 2 and key in chunks:
+            reply, start, length = chunks[key]
+            view = memory[start:start + length]
+            sent = sock.sendmsg([reply, view]) - len(reply)
+            while sent < length:
+                sent += sock.send(view[sent:])
+        else:
+            sock.sendall(REPLY.pack(200 if command == 5 or key in chunks else 400, 0, 1, 2, 0, 0, 0, 0, 0))
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+while True:
+    threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@contextmanager
+def server(kind: str, max_bytes: int = 3 << 30, warm: bool = True) -> Iterator[int]:
+    """A server in a process of its own; yields its port when it answers."""
+    port = free_port()
+    command = {
+        "ours": ["remote_server.py", "127.0.0.1", "0", "--max-gib", str(max_bytes / 2**30)],
+        "lmcache": ["-m", "lmcache.v1.server", "127.0.0.1", str(port)],
+        "floor": ["-c", FLOOR, str(max_bytes)],
+    }[kind]
+    process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        if kind == "ours":
+            port = int(re.search(rb"listening on lm://127.0.0.1:(\d+)", process.stderr.readline())[1])  # type: ignore
+        elif kind == "floor":
+            port = int(process.stdout.readline())  # type: ignore[union-attr]
+        threading.Thread(target=process.stderr.read, daemon=True).start()  # type: ignore[union-attr]
+        for _ in range(600):
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.05)
+        while warm and kind == "ours" and resident_bytes(process.pid) < 0.98 * max_bytes:
+            time.sleep(0.05)  # the floor has touched all its memory too
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def key_of(number: int) -> bytes:
+    return b"bench@1@0@%x@bfloat16" % (number + 1)
+
+
+class Bare:
+    """A client with nothing to it: one socket, one warm buffer."""
+
+    def __init__(self, port: int):
+        self.sock = socket.create_connection(("127.0.0.1", port))
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.reply = bytearray(REPLY.size)
+        self.buffer = memoryview(bytearray(b"\1") * (64 * MIB))
+
+    def exact(self, view: memoryview) -> None:
+        while view:
+            view = view[self.sock.recv_into(view) :]
+
+    def ask(self, command: int, key: bytes) -> int:
+        self.sock.sendall(REQUEST.pack(command, 0, 1, 3, 0, 0, 0, 0, 0, key.ljust(150)))
+        self.exact(memoryview(self.reply))
+        length = REPLY.unpack(self.reply)[1]
+        self.exact(self.buffer[:length])
+        return length
+
+    def put(self, key: bytes, size: int) -> None:
+        """Returns when the payload is sent; ask for EXIST to know that it has arrived."""
+        header = REQUEST.pack(ClientCommand.PUT, size, 1, 3, 0, 2, 1, 1, size // 4, key.ljust(150))
+        sent = self.sock.sendmsg([header, self.buffer[:size]]) - len(header)
+        while sent < size:
+            sent += self.sock.send(self.buffer[sent:size])
+
+
+def in_threads(count: int, work: Callable[[int], Any]) -> float:
+    start = threading.Barrier(count + 1)
+
+    def run(index: int) -> None:
+        start.wait()
+        work(index)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    start.wait()
+    return seconds(lambda: [thread.join() for thread in threads])
+
+
+def bench_tcp(rounds: int) -> None:
+    heading("TCP server, one bare client for all three")
+    kinds = ("ours", "lmcache", "floor")
+    with ExitStack() as stack:
+        ports = {kind: stack.enter_context(server(kind)) for kind in kinds}
+        clients = {kind: [Bare(ports[kind]) for _ in range(4)] for kind in kinds}
+        fresh = iter(range(10**9))
+
+        def puts(kind: str, size: int, count: int, connections: int, new: bool) -> float:
+            base = next(fresh) * 10_000 if new else 0
+
+            def work(index: int) -> None:
+                client = clients[kind][index]
+                for number in range(count):
+                    client.put(key_of(base + index * 100 + number), size)
+                client.ask(ClientCommand.EXIST, key_of(0))
+
+            return in_threads(connections, work) / (count * connections)
+
+        def gets(kind: str, size: int, count: int) -> float:
+            client = clients[kind][0]
+            client.put(key_of(1), size)
+            client.ask(ClientCommand.EXIST, key_of(1))
+            return seconds(lambda: [client.ask(ClientCommand.GET, key_of(1)) for _ in range(count)]) / count
+
+        def asks(kind: str, command: int, count: int, connections: int) -> float:
+            def work(index: int) -> None:
+                for _ in range(count):
+                    clients[kind][index].ask(command, key_of(1))
+
+            return in_threads(connections, work) / (count * connections)
+
+        def add(title: str, work: Callable[..., float], *args: Any, targets: str = "", unit: str = "ms") -> None:
+            compare(title, {kind: lambda kind=kind: work(kind, *args) for kind in kinds}, rounds, targets, unit)
+
+        for connections in (1, 4):
+            text = f"PUT 32 MiB, {connections} connection{'s' * (connections > 1)}"
+            add(text, puts, 32 * MIB, 8 // connections, connections, False, targets=">=3x, >=0.95")
+        for name, size, count, target in (("4 MiB", 4 * MIB, 16, ">=2x"), ("256 KiB", MIB // 4, 64, ">=1.2x")):
+            add(f"PUT {name}, new keys", puts, size, count, 1, True, targets=f"{target}, >=0.9")
+        for name, size, count in (("32 MiB", 32 * MIB, 4), ("4 MiB", 4 * MIB, 16)):
+            add(f"GET {name}", gets, size, count, targets=">=1x, >=0.97")
+        add("GET 256 KiB", gets, MIB // 4, 64)
+        add("GET 4 KiB", gets, 4096, 20, targets=">=400x, >=0.83", unit="us")
+        for command in (ClientCommand.EXIST, ClientCommand.HEALTH):
+            add(f"{command.name}, 4 connections", asks, command, 500, 4, targets=">=1.4x, >=0.9", unit="us")
+        add("EXIST p99 beside 3 bulk connections", lambda kind: p99_beside_bulk(clients[kind]), targets=">=4x, >=0.67")
+    bench_first_bytes(rounds)
+    bench_own_clients(rounds)
+
+
+def p99_beside_bulk(clients: list[Bare]) -> float:
+    stop, times = threading.Event(), []
+
+    def bulk(client: Bare, number: int) -> None:
+        while not stop.is_set():
+            client.put(key_of(number), 32 * MIB)
+            client.ask(ClientCommand.GET, key_of(number))
+
+    threads = [threading.Thread(target=bulk, args=(client, 500 + n)) for n, client in enumerate(clients[1:])]
+    for thread in threads:
+        thread.start()
+    for _ in range(300):
+        times.append(seconds(lambda: clients[0].ask(ClientCommand.EXIST, key_of(1))))
+        time.sleep(0.001)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    return sorted(times)[int(len(times) * 0.99)]
+
+
+def bench_first_bytes(rounds: int) -> None:
+    """PUT of new keys into a server that has just started and holds nothing."""
+    for name, size, count, target in (("4 MiB", 4 * MIB, 32, ">=2x"), ("256 KiB", MIB // 4, 256, ">=1.2x")):
+
+        def work(kind: str, size: int = size, count: int = count) -> float:
+            with server(kind, 1 << 30, warm=False) as port:
+                client = Bare(port)
+
+                def puts() -> None:
+                    for number in range(count):
+                        client.put(key_of(number), size)
+                    client.ask(ClientCommand.EXIST, key_of(0))
+
+                return seconds(puts) / count
+
+        works = {kind: lambda kind=kind: work(kind) for kind in ("ours", "lmcache", "floor")}
+        compare(f"PUT {name}, first {size * count // MIB} MiB into an empty server", works, rounds, f"{target}, >=0.9")
+
+
+def bench_own_clients(rounds: int) -> None:
+    """Each system's own client; LMCache's also on our server."""
+    from lmcache_peer import connector  # tests/lmcache_peer.py
+
+    heading("Each system's own client")
+    with ExitStack() as stack:
+        ours, theirs = (stack.enter_context(server(kind)) for kind in ("ours", "lmcache"))
+        client = stack.enter_context(RemoteClient(f"lm://127.0.0.1:{ours}"))
+        peer_on_ours = stack.enter_context(connector("127.0.0.1", ours))
+        peer_on_theirs = stack.enter_context(connector("127.0.0.1", theirs))
+
+        def put_exists(peer: Any) -> float:
+            return seconds(lambda: peer.put_then_exists(16 << 10))
+
+        compare(
+            "PUT 16 KiB then EXIST, LMCache's client",
+            {"ours": lambda: put_exists(peer_on_ours), "lmcache": lambda: put_exists(peer_on_theirs)},
+            rounds,
+            ">=100x",
+        )
+        keys = [key_of(number).decode() for number in range(512)]
+        for key in keys:
+            client.put(key, b"x" * 64)
+        compare(
+            "512 chunks: are they there?",
+            {
+                "ours": lambda: seconds(lambda: client.exists_many(keys)),
+                "lmcache": lambda: seconds(lambda: peer_on_theirs.exists_many(512)),
+            },
+            rounds,
+            ">=20x",
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lookup, from a list or a tensor of tokens to the count, real engines behind it
+
+
+def bench_lookup(rounds: int) -> None:
+    import zmq
+    from lmcache_peer import lmcache_lookup_pair, lmcache_toy_engine
+
+    heading("Lookup, real engine behind it")
+    tokens = [random.randrange(49_000) for _ in range(131_072)]
+    tensor = torch.tensor(tokens)
+    metadata = LMCacheMetadata("bench", 1, 1, 0, 0, torch.bfloat16, (1, 2, 256, 1, 8), engine_id=f"bench{os.getpid()}")
+    with ExitStack() as stack:
+        os.environ["VLLM_RPC_BASE_PATH"] = stack.enter_context(tempfile.TemporaryDirectory())
+        engine = stack.enter_context(LMCacheEngine(LMCacheEngineConfig(max_local_cpu_size=0.1), metadata))
+        engine.register_kv_caches([torch.zeros(2, 8192, 16, 1, 8, dtype=torch.bfloat16)], "2BNHD")
+        engine.store(tokens, slot_mapping=range(len(tokens)))
+        stack.enter_context(LMCacheLookupServer(engine, metadata))
+        client = stack.enter_context(LMCacheLookupClient(engine.config, metadata))
+        peer = stack.enter_context(lmcache_toy_engine(tokens))
+        peer_client = stack.enter_context(lmcache_lookup_pair(peer))
+
+        spans = engine.token_database.process_tokens(tokens)
+        hashes, offsets = [span[2] for span in spans], [256] * len(spans)
+        peer_hashes = [span[2] for span in peer.token_database.process_tokens(tokens, make_key=False)]
+
+        def pinned(which: Any, names: list[int], unpin: bool) -> float:
+            look = seconds(lambda: which.lookup(hashes=names, offsets=offsets, lookup_id="bench", pin=True))
+            release = seconds(lambda: which.lookup_unpin("bench"))
+            return release if unpin else look
+
+        for title, unpin in (("engine.lookup(pin=True), 512 chunks", False), ("engine.lookup_unpin, 512 chunks", True)):
+            works = {
+                "ours": lambda unpin=unpin: pinned(engine, hashes, unpin),
+                "lmcache": lambda unpin=unpin: pinned(peer, peer_hashes, unpin),
+            }
+            compare(title, works, 5 * rounds, ">=15x", "us")
+
+        def end_to_end(which: Any, owner: Any, prompt: Any, count: int) -> float:
+            total = 0.0
+            for _ in range(count):
+                total += seconds(lambda: which.lookup(prompt, "bench"))
+                owner.lookup_unpin("bench")
+            return total / count
+
+        for name, prompt, count, target in (
+            ("list of 131,072 tokens", tokens, 5, ">=1.8x"),
+            ("tensor of 131,072 tokens", tensor, 5, ">=4x"),
+        ):
+            assert client.lookup(prompt, "check") == peer_client.lookup(prompt, "check") == len(tokens)
+            works = {
+                "ours": lambda prompt=prompt, count=count: end_to_end(client, engine, prompt, count),
+                "lmcache": lambda prompt=prompt, count=count: end_to_end(peer_client, peer, prompt, count),
+            }
+            compare(f"lookup end to end, {name}", works, rounds, target)
+        with zmq.Context() as context, context.socket(zmq.REQ) as ask, context.socket(zmq.ROUTER) as answer:
+            stop = threading.Event()
+            answer.set(zmq.RCVTIMEO, 100)
+            answer.bind(f"ipc://{os.environ['VLLM_RPC_BASE_PATH']}/bare")
+            ask.connect(f"ipc://{os.environ['VLLM_RPC_BASE_PATH']}/bare")
+
+            def echo() -> None:
+                while not stop.is_set():
+                    try:
+                        frames = answer.recv_multipart()
+                        answer.send_multipart([*frames[:2], bytes(4)])
+                    except zmq.Again:
+                        continue
+
+            thread = threading.Thread(target=echo)
+            thread.start()
+            frames = client._frames(tokens[:256], "bench", None)
+
+            def bare() -> float:
+                def trips() -> None:
+                    for _ in range(100):
+                        ask.send_multipart(frames)
+                        ask.recv()
+
+                return seconds(trips) / 100
+
+            works = {
+                "ours": lambda: end_to_end(client, engine, tokens[:256], 100),
+                "lmcache": lambda: end_to_end(peer_client, peer, tokens[:256], 100),
+                "floor": bare,
+            }
+            compare("lookup end to end, 256 tokens", works, 3 * rounds, ">=1.1x, >=0.8", "us")
+            stop.set()
+            thread.join()
+        for count in (8, 64, 512):
+            short = tokens[: 256 * count]
+            took = statistics.median(end_to_end(client, engine, short, 10) for _ in range(rounds))
+            print(
+                f"{'':4}lookup of {count} chunks: {took * 1e6:.0f} us, {took * 1e6 / count:.2f} us a chunk", flush=True
+            )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The engine: pages to chunks and back, Llama-3-8B's shape
+
+
+def bench_engine(rounds: int) -> None:
+    from lmcache_peer import lmcache_cpu_engine
+
+    layers, heads, dim, size, num_tokens = 32, 8, 128, 16, 4096
+    blocks = num_tokens // size * 2
+    shape = (layers, 2, 256, heads, dim)
+    metadata = LMCacheMetadata("llama", 1, 1, 0, 0, torch.bfloat16, shape, engine_id="bench")
+    pages = [torch.randn(2, blocks, size, heads, dim).to(torch.bfloat16) for _ in range(layers)]  # L of [2,B,N,H,D]
+    width = heads * dim
+    scattered = torch.randperm(blocks * size)[:num_tokens]
+    order = torch.randperm(blocks)[: num_tokens // size]
+    in_blocks = (order[:, None] * size + torch.arange(size)).flatten()
+    tokens = list(range(num_tokens))
+    out = torch.zeros(layers, 2, num_tokens, width, dtype=torch.bfloat16)  # where the floor copies to and from
+
+    with ExitStack() as stack:
+        engine = stack.enter_context(LMCacheEngine(LMCacheEngineConfig(max_local_cpu_size=1.0), metadata))
+        engine.register_kv_caches(pages, "2BNHD")
+        peer = stack.enter_context(lmcache_cpu_engine(pages, shape, gib=2.0))
+        tensor = torch.tensor(tokens)
+
+        def store(which: Any, slots: torch.Tensor, clear: bool = True) -> float:
+            if clear:
+                which.clear()
+            return seconds(lambda: which.store(tensor, slot_mapping=slots, kvcaches=None if which is engine else pages))
+
+        def retrieve(which: Any, slots: torch.Tensor) -> float:
+            return seconds(
+                lambda: which.retrieve(tensor, slot_mapping=slots, kvcaches=None if which is engine else pages)
+            )
+
+        def rows(layer: int, kv: int, by_block: bool) -> torch.Tensor:
+            return pages[layer][kv].view(blocks, -1) if by_block else pages[layer][kv].view(blocks * size, -1)
+
+        def floor(index: torch.Tensor, by_block: bool, back: bool) -> float:
+            def work() -> None:
+                for layer in range(layers):
+                    for kv in range(2):
+                        kept = out[layer, kv].view(len(index), -1)
+                        if back:
+                            rows(layer, kv, by_block).index_copy_(0, index, kept)
+                        else:
+                            torch.index_select(rows(layer, kv, by_block), 0, index, out=kept)
+
+            return seconds(work)
+
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            heading(f"Engine, 4,096 tokens of Llama-3-8B's shape (512 MiB), {threads} thread{'s' * (threads > 1)}")
+            for name, slots, index, by_block, targets in (
+                ("scattered slots", scattered, scattered, False, (">=1x, >=0.95", ">=1x, >=0.95")),
+                ("whole blocks of 16", in_blocks, order, True, (">=1.7/1.3x, >=0.95", ">=1.05/1.1x")),
+            ):
+                works = {
+                    "ours": lambda slots=slots: store(engine, slots),
+                    "lmcache": lambda slots=slots: store(peer, slots),
+                    "floor": lambda index=index, by=by_block: floor(index, by, False),
+                }
+                compare(f"store, {name}", works, rounds, targets[0])
+                works = {
+                    "ours": lambda slots=slots: retrieve(engine, slots),
+                    "lmcache": lambda slots=slots: retrieve(peer, slots),
+                    "floor": lambda index=index, by=by_block: floor(index, by, True),
+                }
+                compare(f"retrieve, {name}", works, rounds, targets[1])
+            works = {
+                "ours": lambda: store(engine, in_blocks, clear=False),
+                "lmcache": lambda: store(peer, in_blocks, clear=False),
+            }
+            compare("store of what is there", works, rounds, ">=50x")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How cost grows
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def bench_growth(rounds: int) -> None:
+    """A million small chunks against a thousand; the memory they cost; eviction of many."""
+    from engine import ChunkStore
+
+    print("\nHow cost grows")
+    code = (
+        "import sys, threading; sys.path.insert(0, '.'); from remote_server import LMCacheServer\n"
+        "s = LMCacheServer('127.0.0.1', 0, max_bytes=1 << 30); print(s.port, flush=True); s.run()"
+    )
+    payload = 64
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
+    try:
+        client = Bare(int(process.stdout.readline()))  # type: ignore[union-attr]
+
+        def fill(first: int, last: int) -> None:
+            body = b"\1" * payload
+            for start in range(first, last, 1000):
+                batch = [
+                    REQUEST.pack(1, payload, 1, 3, 0, 2, 1, 1, 16, key_of(n).ljust(150)) + body
+                    for n in range(start, min(last, start + 1000))
+                ]
+                client.sock.sendall(b"".join(batch))
+            client.ask(ClientCommand.EXIST, key_of(0))
+
+        def p50(command: int, count: int) -> float:
+            times = [
+                seconds(lambda: client.ask(command, key_of(random.randrange(count)))) for _ in range(2000 * rounds)
+            ]
+            return statistics.median(times) * 1e6
+
+        fill(0, 1000)
+        few = {command: p50(command, 1000) for command in (ClientCommand.EXIST, ClientCommand.GET)}
+        before = resident_bytes(process.pid)
+        fill(1000, 1_000_000)
+        each = (resident_bytes(process.pid) - before) / 999_000 - payload
+        for command, was in few.items():
+            now = p50(command, 1_000_000)
+            print(
+                f"    {command.name} p50: {was:.1f} us with 1,000 chunks, {now:.1f} us with 1,000,000 (target < +20%)"
+            )
+            ROWS.append({"title": f"growth {command.name}", "few_us": was, "many_us": now})
+        print(f"    memory beyond the payload: {each:.0f} bytes a chunk (target < 600)")
+        ROWS.append({"title": "growth memory", "bytes_a_chunk": each})
+    finally:
+        process.kill()
+        process.wait()
+    for count in (100, 100_000):
+        store = ChunkStore("cpu", count * 64)
+
+        def churn(store: ChunkStore = store, count: int = count) -> None:
+            for number in range(count):
+                chunk = store.reserve(64)
+                assert chunk is not None
+                store.release([store.commit((count, number, random.random()), chunk)])
+
+        churn()
+        took = min(seconds(churn) for _ in range(3 if count > 1000 else 200)) / count
+        print(f"    storing {count:,} chunks over {count:,} others: {took * 1e6:.2f} us a chunk")
+        ROWS.append({"title": f"growth evict {count}", "us_a_chunk": took * 1e6})
+        store.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Around it
+
+
+def machine() -> dict[str, Any]:
+    model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "cpu": model[1] if model else platform.processor(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "kernel": platform.release(),
+        "peer": "lmcache 0.3.14",
+    }
+
+
+PARTS = {"tcp": bench_tcp, "lookup": bench_lookup, "engine": bench_engine, "growth": bench_growth}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Ours, LMCache 0.3.14 and the floor, side by side.")
+    parser.add_argument("parts", nargs="*", help=f"of {list(PARTS)}; all by default")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path, default=ROOT / "bench-out")
+    args = parser.parse_args()
+    unknown = set(args.parts) - set(PARTS)
+    if unknown:
+        parser.error(f"{unknown} is not one of {list(PARTS)}")
+    print(", ".join(f"{name} {value}" for name, value in machine().items()))
+    for name in args.parts or PARTS:
+        PARTS[name](args.rounds)
+    args.out.mkdir(exist_ok=True)
+    report = {"machine": machine(), "command": " ".join(sys.argv), "rows": ROWS}
+    (args.out / "bench.json").write_text(json.dumps(report, indent=1))
+    print(f"\nwritten: {args.out / 'bench.json'}")
+
+
+if __name__ == "__main__":
+    main()
