@@ -315,11 +315,11 @@ class RareLog:
     def __init__(self, log: logging.Logger):
         self._log, self._last = log, {}  # type: ignore[var-annotated]  # kind -> when last logged
 
-    def __call__(self, kind: str, text: str, *values: Any) -> None:
+    def __call__(self, kind: str, text: str, *values: Any, traceback: bool = False) -> None:
         now = time.monotonic()
         if now - self._last.get(kind, -1.0) >= 1.0:
             self._last[kind] = now
-            self._log.warning(text, *values)
+            self._log.warning(text, *values, exc_info=traceback)
 
 
 class Service(threading.Thread):
@@ -328,6 +328,7 @@ class Service(threading.Thread):
     def __init__(self, name: str, step: Callable[[], None], finish: Callable[[], None] = lambda: None):
         super().__init__(name=name, daemon=True)
         self._step, self._finish, self._stop_asked = step, finish, threading.Event()
+        self._log = RareLog(logger)
         self.start()
 
     def run(self) -> None:
@@ -335,8 +336,8 @@ class Service(threading.Thread):
             try:
                 self._step()
             except Exception:
-                logger.exception("%s: a step failed; going on", self.name)
-                self._stop_asked.wait(0.05)  # a step that always fails must not fill the log, or a core
+                self._log("step", "%s: a step failed; going on", self.name, traceback=True)
+                self._stop_asked.wait(0.05)  # a step that always fails must not fill a core
         self._finish()  # closes the thread's own sockets: no socket is touched from two threads
 
     def close(self, timeout_sec: float = 2.0) -> None:
@@ -366,9 +367,11 @@ def _pack(tokens: Tokens) -> tuple[Any, int]:
         if tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
             raise ValueError(f"tokens must be a 1-D tensor of integers, not {tokens.dtype} of shape {[*tokens.shape]}")
         ids = tokens.detach().to("cpu", torch.int64).contiguous()
-        narrow = ids.numel() == 0 or (int(ids.min()) >= 0 and int(ids.max()) < 2**32)
-        packed = ids.to(torch.int32) if narrow else ids  # subtle: int64 to int32 keeps the low 32 bits, so uint32's
-        return bytes(bytes_of(packed)), 4 if narrow else 8
+        parts = ids.split(16_384)  # subtle: so small that torch does not wake threads, which costs more than the work
+        narrow = all(int(part.min()) >= 0 and int(part.max()) < 2**32 for part in parts if len(part))
+        if narrow:
+            parts = [part.to(torch.int32) for part in parts]  # keeps the low 32 bits: uint32's
+        return b"".join(map(bytes_of, parts)), 4 if narrow else 8
     if isinstance(tokens, (str, bytes, bytearray)):  # array() would take them for raw memory
         raise ValueError(f"tokens must be a sequence of integers, not {type(tokens).__name__}")
     for code in "Iq":
@@ -392,8 +395,8 @@ class TokenDatabase:
     sha256       (default) the chunk's digest is sha256(previous digest + token ids), its hash the first 8 bytes. The
                  same in every process, on every Python, for list, tuple, array and tensor. Ids are 4 bytes each,
                  little-endian; a chunk with an id outside uint32 takes the byte `q` and 8 bytes each instead.
-    builtin      LMCache's default, hash((previous, tuple(ids), None)). Only Python 3.12 and newer give the same in two
-                 processes, and -1 and -2 are one token to it.
+    builtin      LMCache's default, hash((previous, tuple(ids), None)), from 0 as where vLLM is not installed. Only
+                 Python 3.12 and newer give the same in two processes, and -1 and -2 are one token to it.
     sha256_cbor  vLLM's, sha256 over canonical CBOR; needs the package cbor2 and, as in vLLM, a PYTHONHASHSEED.
     """
 
@@ -413,8 +416,8 @@ class TokenDatabase:
             seed = os.environ.get("PYTHONHASHSEED", "random")
             if seed == "random":
                 raise ValueError(
-                    "pre_caching_hash_algorithm = 'sha256_cbor' starts from PYTHONHASHSEED, which is not set: without "
-                    "it vLLM starts from random bytes and nothing can be shared. Set the same number everywhere."
+                    "pre_caching_hash_algorithm = 'sha256_cbor' starts from PYTHONHASHSEED, which is not set: what "
+                    "vLLM starts from then is random, or depends on its version. Set the same number everywhere."
                 )
             try:
                 dumps = importlib.import_module("cbor2").dumps  # the user's choice, not one of our requirements
@@ -688,6 +691,7 @@ class ChunkStore:
         self._chunks: OrderedDict[Any, Chunk] = OrderedDict()  # key -> Chunk, least recently used first
         self._pins: OrderedDict[str, tuple[float, list[Chunk]]] = OrderedDict()  # lookup_id -> (deadline, chunks)
         self.counters: Counter[str] = Counter()
+        self._log = RareLog(logger)
         if self.device.type == "cuda" or self._registered:
             self._warm_end = self._arena.size  # the GPU's, or pinned: touched
         self._warm_ahead()
@@ -966,7 +970,7 @@ class ChunkStore:
             lookup_id, (deadline, chunks) = next(iter(self._pins.items()))
             if deadline > time.monotonic():
                 return
-            logger.warning("pin of lookup %s timed out: %d chunks released", lookup_id, len(chunks))
+            self._log("pin", "pin of lookup %s timed out: %d chunks released", lookup_id, len(chunks))
             self._unpin(lookup_id)
 
 
@@ -1215,7 +1219,7 @@ class LMCacheEngine:
             self.chunks.release(held)
             if hashes is not None:
                 raise
-            logger.exception("store failed, nothing stored")
+            self._log("store", "store failed, nothing stored", traceback=True)
             self._count(faults=1)
             return 0
         stored = 0
@@ -1280,8 +1284,8 @@ class LMCacheEngine:
         for first in range(len(found), len(keys), REMOTE_BATCH):
             batch = range(first, min(first + REMOTE_BATCH, len(keys)))
             texts = [self._key_text(hashes[index], suffix) for index in batch]
-            answers = self._ask_remote(partial(self.remote.exists_many, texts), [False] * len(batch))
-            for index, there in zip(batch, answers, strict=True):
+            answers = self._ask_remote(partial(self.remote.exists_many, texts[::-1]), [False] * len(batch))
+            for index, there in zip(batch, answers[::-1], strict=True):
                 here = self.chunks.acquire_prefix(keys[index : index + 1], lengths[index : index + 1])
                 found += here
                 # The remote does not say how long a chunk is: a length that we would not have stored is not there.
@@ -1313,17 +1317,18 @@ class LMCacheEngine:
         paged, slots = self._pages_and_slots(kvcaches, slot_mapping, total, spans[masked:])
         keys, lengths = self._keys(spans, suffix := self._tags(request_configs)), _lengths(spans)
         written = torch.zeros(total, dtype=torch.bool)  # [T]
-        done = masked
+        done, fetched = masked, 0
         while done < len(spans) and not self._closed:
             found = self.chunks.acquire_prefix(keys[done:], lengths[done:])
             if not found:
                 found = self._fetch(spans[done : done + REMOTE_GET_BATCH], suffix)
+                fetched += len(found)
             batch = spans[done : done + len(found)]
             try:
                 jobs = [(slots[start:end], chunk) for (start, end, _), chunk in zip(batch, found, strict=True)]
                 self._move(paged.scatter, paged, jobs)
             except Exception:
-                logger.exception("retrieve failed after %d tokens, the rest is a miss", int(written.sum()))
+                self._log("retrieve", "retrieve failed at chunk %d, the rest is a miss", done, traceback=True)
                 self._count(faults=1)
                 break
             finally:
@@ -1334,6 +1339,9 @@ class LMCacheEngine:
                 written[start:end] = True
             done += len(found)
         self.chunks.release(self.chunks.acquire_prefix(keys[:done], lengths[:done]))  # evict the head last
+        if fetched:  # and there too
+            texts = [self._key_text(span[2], suffix) for span in reversed(spans[:done])]
+            self._ask_remote(partial(self.remote.exists_many, texts), None)
         self._count(retrieves=1, retrieved_tokens=int(written.sum()))
         return written
 

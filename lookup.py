@@ -324,7 +324,8 @@ def main() -> None:
         spawn = multiprocessing.get_context("spawn")
         ready, stop = spawn.Semaphore(0), spawn.Event()
         workers = [
-            spawn.Process(target=_demo_worker, args=(rank, n, ready, stop)) for rank, n in enumerate((1024, 512))
+            spawn.Process(target=_demo_worker, args=(rank, num_tokens, ready, stop), daemon=True)
+            for rank, num_tokens in enumerate((1024, 512))
         ]
         for worker in workers:
             worker.start()

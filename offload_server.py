@@ -171,6 +171,7 @@ class ZMQOffloadClient:
         if timeout_ms < 1:
             raise ValueError(f"timeout_ms {timeout_ms} must be 1 or more")
         self.path, self.timeout_ms = offload_path(engine_id, tp_rank), timeout_ms
+        self._log = RareLog(logger)
         self._context = zmq.Context()
         self._socket: zmq.Socket | None = None  # used by whoever holds the lock
         self._lock = threading.Lock()
@@ -184,13 +185,13 @@ class ZMQOffloadClient:
             raise ValueError(f"hashes, slots and offsets must be ints of at most 64 bits: {error}") from error
         deadline = time.monotonic() + self.timeout_ms / 1000
         if not self._lock.acquire(timeout=self.timeout_ms / 1000):
-            logger.warning("offload timed out behind another thread's")
+            self._log("busy", "offload timed out behind another thread's")
             return False
         try:
             reply = self._ask(request, deadline)
             return msgspec.msgpack.decode(reply, type=OffloadRetMsg).success
         except (zmq.ZMQError, TimeoutError, msgspec.MsgspecError) as error:
-            logger.warning("no answer from %s: %s", self.path, error)
+            self._log("failed", "no answer from %s: %s", self.path, error)
             self._disconnect()  # a late reply comes to a socket that is gone
             return False
         finally:
@@ -251,7 +252,7 @@ def main() -> None:
         os.environ["VLLM_RPC_BASE_PATH"] = folder
         spawn = multiprocessing.get_context("spawn")
         ready, stop = spawn.Semaphore(0), spawn.Event()
-        worker = spawn.Process(target=_demo_worker, args=(ready, stop))
+        worker = spawn.Process(target=_demo_worker, args=(ready, stop), daemon=True)
         worker.start()
         if not ready.acquire(timeout=60):
             raise SystemExit("the worker did not start")

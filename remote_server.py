@@ -160,6 +160,17 @@ def recv_exact(sock: socket.socket, view: memoryview, deadline: float | None = N
         view = view[count:]
 
 
+def recv_bytes(receive: Callable[[memoryview], Any], length: int) -> bytearray:
+    """The next `length` bytes, in memory taken as they come: no 2 GiB on the word of a header."""
+    data = bytearray(min(length, 16 << 20))
+    receive(memoryview(data))
+    while len(data) < length:
+        more = bytearray(min(length - len(data), len(data)))
+        receive(memoryview(more))
+        data += more
+    return data
+
+
 def send_all(
     sock: socket.socket, header: bytes | memoryview, payload: memoryview | bytes = b"", deadline: float | None = None
 ) -> None:
@@ -275,13 +286,13 @@ class LMCacheServer:
                 if isinstance(sock, ssl.SSLSocket):
                     sock.do_handshake()  # here, in the client's own thread, where a slow one stalls nobody else
                 self._serve(sock)
-        except (TimeoutError, ssl.SSLError) as error:
+        except (TimeoutError, BlockingIOError, ssl.SSLError) as error:
             self._log("stalled", "client %s dropped: %s", peer, error)
         except OSError as error:
             if not self._closed.is_set():
                 self._log("left", "client %s left: %s", peer, error)
         except Exception:
-            logger.exception("client %s dropped: a fault of ours", peer)
+            self._log("ours", "client %s dropped: a fault of ours", peer, traceback=True)
         finally:
             client_socket.close()
 
@@ -361,9 +372,8 @@ class LMCacheServer:
             early = early[count:]
             recv_exact(sock, view[count:])
 
-        self._ask_store(
-            self.store.contains, key
-        )  # subtle: touches the old value, the last to be evicted for the new one
+        # subtle: this touches the old value, so that it is the last to be evicted for the new one.
+        self._ask_store(self.store.contains, key)
         chunk = self._ask_store(self.store.reserve, length)
         if chunk is None:
             self._log("refused", "PUT of %d bytes refused, the budget is %d", length, self.store.max_bytes)
@@ -466,8 +476,9 @@ class LMCacheServer:
         self.refused_clients += 1
         self._log("files", "client refused: %s", error)
         self._spare_file.close()
-        try:
+        with contextlib.suppress(OSError):
             self._listener.accept()[0].close()
+        try:
             self._spare_file = open(os.devnull)  # noqa: SIM115
         except OSError:
             time.sleep(0.05)  # something else took the spare one: no busy loop
@@ -504,6 +515,8 @@ class LMCacheServer:
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    if not 0 <= port < 1 << 16:  # getaddrinfo would take it modulo that
+        raise ValueError(f"cannot listen on port {port}: allowed are 0..65535, 0 picks a free one")
     try:
         family, _, _, _, address = socket.getaddrinfo(host or None, port, 0, socket.SOCK_STREAM, 0, socket.AI_PASSIVE)[
             0
@@ -613,9 +626,7 @@ class RemoteClient:
         found: list[tuple[RemoteMeta, bytearray]] = []
 
         def fill(_: int, meta: RemoteMeta, receive: Callable[[memoryview], Any]) -> None:
-            data = bytearray(meta.length)
-            receive(memoryview(data))
-            found[:] = [(meta, data)]
+            found[:] = [(meta, recv_bytes(receive, meta.length))]
 
         self.get_many([key], fill)
         return found[0] if found else None
@@ -708,8 +719,7 @@ class RemoteClient:
         body = bytearray()
 
         def take(sock: socket.socket, _: int, reply: ServerMetaMessage, deadline: float) -> None:
-            body[:] = bytes(reply.length)
-            recv_exact(sock, memoryview(body), deadline)
+            body[:] = recv_bytes(lambda view: recv_exact(sock, view, deadline), reply.length)
 
         self._pipeline(command, [ANY_KEY], take)
         return bytes(body)

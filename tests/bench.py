@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from lookup import LMCacheLookupClient, LMCacheLookupServer  # noqa: E402
 from remote_server import REPLY, REQUEST, ClientCommand, RemoteClient  # noqa: E402
 
 MIB = 1 << 20
+BY_SIZE = "by size: "  # titles of the rows that the second figure shows
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Rounds, medians, ratios
@@ -256,6 +258,11 @@ def bench_tcp(rounds: int) -> None:
         for command in (ClientCommand.EXIST, ClientCommand.HEALTH):
             add(f"{command.name}, 4 connections", asks, command, 500, 4, targets=">=1.4x, >=0.9", unit="us")
         add("EXIST p99 beside 3 bulk connections", lambda kind: p99_beside_bulk(clients[kind]), targets=">=4x, >=0.67")
+        for size in (4096, 16384, 65536, MIB // 4, MIB, 4 * MIB, 16 * MIB, 32 * MIB):
+            count = max(4, min(64, 32 * MIB // size))
+            add(f"{BY_SIZE}PUT {size} bytes", puts, size, count, 1, False)
+            if size >= 65536:  # below, LMCache's GET waits 44 ms
+                add(f"{BY_SIZE}GET {size} bytes", gets, size, count)
     bench_first_bytes(rounds)
     bench_own_clients(rounds)
 
@@ -301,36 +308,65 @@ def bench_first_bytes(rounds: int) -> None:
 
 def bench_own_clients(rounds: int) -> None:
     """Each system's own client; LMCache's also on our server."""
-    from lmcache_peer import connector  # tests/lmcache_peer.py
+    import lmcache_peer as peer  # tests/lmcache_peer.py
 
     heading("Each system's own client")
+    facts = peer.world(dtype=torch.bfloat16)[0]
+    shape, keys = (
+        (2, 2, 4, 512),
+        [peer.CacheEngineKey(facts["model_name"], 1, 0, number + 1, torch.bfloat16) for number in range(512)],
+    )  # 16 KiB a chunk
+    data = bytes(16 << 10)
     with ExitStack() as stack:
         ours, theirs = (stack.enter_context(server(kind)) for kind in ("ours", "lmcache"))
         client = stack.enter_context(RemoteClient(f"lm://127.0.0.1:{ours}"))
-        peer_on_ours = stack.enter_context(connector("127.0.0.1", ours))
-        peer_on_theirs = stack.enter_context(connector("127.0.0.1", theirs))
+        metadata = peer.LMCacheMetadata(**facts)
+        on_ours, on_theirs = (stack.enter_context(peer.connector(port, metadata)) for port in (ours, theirs))
 
-        def put_exists(peer: Any) -> float:
-            return seconds(lambda: peer.put_then_exists(16 << 10))
+        def put_exists(connector: Any) -> float:
+            def work() -> None:
+                connector.put(keys[0], data, shape, torch.bfloat16, peer.MemoryFormat.KV_2LTD)
+                connector.exists(keys[0])
 
-        compare(
-            "PUT 16 KiB then EXIST, LMCache's client",
-            {"ours": lambda: put_exists(peer_on_ours), "lmcache": lambda: put_exists(peer_on_theirs)},
-            rounds,
-            ">=100x",
-        )
-        keys = [key_of(number).decode() for number in range(512)]
-        for key in keys:
-            client.put(key, b"x" * 64)
-        compare(
-            "512 chunks: are they there?",
-            {
-                "ours": lambda: seconds(lambda: client.exists_many(keys)),
-                "lmcache": lambda: seconds(lambda: peer_on_theirs.exists_many(512)),
-            },
-            rounds,
-            ">=20x",
-        )
+            return min(seconds(work) for _ in range(3))
+
+        works = {"ours": lambda: put_exists(on_ours), "lmcache": lambda: put_exists(on_theirs)}
+        compare("PUT 16 KiB then EXIST, LMCache's client", works, rounds, ">=100x")
+        texts = [key.to_string() for key in keys]
+        for text in texts:
+            client.put(text, data)
+        works = {
+            "ours": lambda: seconds(lambda: client.exists_many(texts)),
+            "lmcache": lambda: seconds(lambda: [on_theirs.exists_sync(key) for key in keys]),
+        }
+        compare("512 chunks: are they there?", works, rounds, ">=20x")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# LMCache's engine on a CPU
+
+
+class PlaneConnector:
+    """What LMCache's CUDA kernels do, as well as plain torch can on a CPU: one index_select or index_copy_ a plane."""
+
+    load_stream = None
+
+    def __init__(self, pages: list[torch.Tensor]):
+        self.planes = [
+            [layer[kv].flatten(0, 1).flatten(1) for layer in pages] for kv in range(2)
+        ]  # [2][L] of [B*N, H*D]
+
+    def batched_from_gpu(self, chunks: list, starts: list, ends: list, slot_mapping: torch.Tensor, **_: Any) -> None:
+        for chunk, start, end in zip(chunks, starts, ends, strict=True):
+            for kv, layers in enumerate(self.planes):
+                for layer, plane in enumerate(layers):
+                    torch.index_select(plane, 0, slot_mapping[start:end], out=chunk.tensor[kv, layer])
+
+    def batched_to_gpu(self, chunks: list, starts: list, ends: list, slot_mapping: torch.Tensor, **_: Any) -> None:
+        for chunk, start, end in zip(chunks, starts, ends, strict=True):
+            for kv, layers in enumerate(self.planes):
+                for layer, plane in enumerate(layers):
+                    plane.index_copy_(0, slot_mapping[start:end], chunk.tensor[kv, layer])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -338,8 +374,8 @@ def bench_own_clients(rounds: int) -> None:
 
 
 def bench_lookup(rounds: int) -> None:
+    import lmcache_peer as peer
     import zmq
-    from lmcache_peer import lmcache_lookup_pair, lmcache_toy_engine
 
     heading("Lookup, real engine behind it")
     tokens = [random.randrange(49_000) for _ in range(131_072)]
@@ -352,12 +388,19 @@ def bench_lookup(rounds: int) -> None:
         engine.store(tokens, slot_mapping=range(len(tokens)))
         stack.enter_context(LMCacheLookupServer(engine, metadata))
         client = stack.enter_context(LMCacheLookupClient(engine.config, metadata))
-        peer = stack.enter_context(lmcache_toy_engine(tokens))
-        peer_client = stack.enter_context(lmcache_lookup_pair(peer))
+        facts = {name: getattr(metadata, name) for name in metadata.__dataclass_fields__}
+        theirs_config = peer.config(chunk_size=256, max_local_cpu_size=0.1)
+        theirs_metadata = peer.LMCacheMetadata(**facts)
+        pages = [torch.zeros(2, 8192, 16, 1, 8, dtype=torch.bfloat16)]
+        theirs = stack.enter_context(peer.engine(theirs_config, theirs_metadata, pages))
+        theirs.gpu_connector = PlaneConnector(pages)
+        peer.LMCacheEngine.store(theirs, tensor, slot_mapping=torch.arange(len(tokens)))
+        stack.enter_context(peer.lookup_servers([(theirs, theirs_metadata)]))
+        theirs_client = stack.enter_context(peer.lookup_client(theirs_config, theirs_metadata))
 
         spans = engine.token_database.process_tokens(tokens)
         hashes, offsets = [span[2] for span in spans], [256] * len(spans)
-        peer_hashes = [span[2] for span in peer.token_database.process_tokens(tokens, make_key=False)]
+        their_hashes = [span[2] for span in theirs.token_database.process_tokens(tokens, make_key=False)]
 
         def pinned(which: Any, names: list[int], unpin: bool) -> float:
             look = seconds(lambda: which.lookup(hashes=names, offsets=offsets, lookup_id="bench", pin=True))
@@ -367,7 +410,7 @@ def bench_lookup(rounds: int) -> None:
         for title, unpin in (("engine.lookup(pin=True), 512 chunks", False), ("engine.lookup_unpin, 512 chunks", True)):
             works = {
                 "ours": lambda unpin=unpin: pinned(engine, hashes, unpin),
-                "lmcache": lambda unpin=unpin: pinned(peer, peer_hashes, unpin),
+                "lmcache": lambda unpin=unpin: pinned(theirs, their_hashes, unpin),
             }
             compare(title, works, 5 * rounds, ">=15x", "us")
 
@@ -382,10 +425,10 @@ def bench_lookup(rounds: int) -> None:
             ("list of 131,072 tokens", tokens, 5, ">=1.8x"),
             ("tensor of 131,072 tokens", tensor, 5, ">=4x"),
         ):
-            assert client.lookup(prompt, "check") == peer_client.lookup(prompt, "check") == len(tokens)
+            assert client.lookup(prompt, "check") == theirs_client.lookup(prompt, "check") == len(tokens)
             works = {
                 "ours": lambda prompt=prompt, count=count: end_to_end(client, engine, prompt, count),
-                "lmcache": lambda prompt=prompt, count=count: end_to_end(peer_client, peer, prompt, count),
+                "lmcache": lambda prompt=prompt, count=count: end_to_end(theirs_client, theirs, prompt, count),
             }
             compare(f"lookup end to end, {name}", works, rounds, target)
         with zmq.Context() as context, context.socket(zmq.REQ) as ask, context.socket(zmq.ROUTER) as answer:
@@ -416,7 +459,7 @@ def bench_lookup(rounds: int) -> None:
 
             works = {
                 "ours": lambda: end_to_end(client, engine, tokens[:256], 100),
-                "lmcache": lambda: end_to_end(peer_client, peer, tokens[:256], 100),
+                "lmcache": lambda: end_to_end(theirs_client, theirs, tokens[:256], 100),
                 "floor": bare,
             }
             compare("lookup end to end, 256 tokens", works, 3 * rounds, ">=1.1x, >=0.8", "us")
@@ -435,7 +478,7 @@ def bench_lookup(rounds: int) -> None:
 
 
 def bench_engine(rounds: int) -> None:
-    from lmcache_peer import lmcache_cpu_engine
+    import lmcache_peer
 
     layers, heads, dim, size, num_tokens = 32, 8, 128, 16, 4096
     blocks = num_tokens // size * 2
@@ -452,18 +495,21 @@ def bench_engine(rounds: int) -> None:
     with ExitStack() as stack:
         engine = stack.enter_context(LMCacheEngine(LMCacheEngineConfig(max_local_cpu_size=1.0), metadata))
         engine.register_kv_caches(pages, "2BNHD")
-        peer = stack.enter_context(lmcache_cpu_engine(pages, shape, gib=2.0))
+        facts = {name: getattr(metadata, name) for name in metadata.__dataclass_fields__}
+        config = lmcache_peer.config(chunk_size=256, max_local_cpu_size=2.0)
+        peer = stack.enter_context(lmcache_peer.engine(config, lmcache_peer.LMCacheMetadata(**facts), pages))
+        peer.gpu_connector = PlaneConnector(pages)
         tensor = torch.tensor(tokens)
 
         def store(which: Any, slots: torch.Tensor, clear: bool = True) -> float:
             if clear:
                 which.clear()
-            return seconds(lambda: which.store(tensor, slot_mapping=slots, kvcaches=None if which is engine else pages))
+            call = which.store if which is engine else partial(lmcache_peer.LMCacheEngine.store, which)
+            return seconds(lambda: call(tensor, slot_mapping=slots))
 
         def retrieve(which: Any, slots: torch.Tensor) -> float:
-            return seconds(
-                lambda: which.retrieve(tensor, slot_mapping=slots, kvcaches=None if which is engine else pages)
-            )
+            call = which.retrieve if which is engine else partial(lmcache_peer.LMCacheEngine.retrieve, which)
+            return seconds(lambda: call(tensor, slot_mapping=slots))
 
         def rows(layer: int, kv: int, by_block: bool) -> torch.Tensor:
             return pages[layer][kv].view(blocks, -1) if by_block else pages[layer][kv].view(blocks * size, -1)
@@ -577,6 +623,88 @@ def bench_growth(rounds: int) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Time to first token on the real model of examples/llm_demo.py
+
+
+def bench_ttft(rounds: int) -> None:
+    sys.path.insert(0, str(ROOT / "examples"))
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    import llm_demo
+
+    print("\nTime to first token, SmolLM2-135M on this CPU: cold, and warm from the TCP server", flush=True)
+    with server("ours", 1 << 30) as port, RemoteClient(f"lm://127.0.0.1:{port}") as remote:
+        worker = llm_demo.Worker("bench")
+        worker.warm_up()
+        for length in (256, 512, 1024, 1536, 2048, 2500):
+            tokens = [random.randrange(1000, 40_000) for _ in range(length)]
+            slots = torch.randperm(llm_demo.NUM_BLOCKS * llm_demo.BLOCK_SIZE)[:length]
+
+            def answer(tokens: list[int] = tokens, slots: torch.Tensor = slots, keep: bool = False) -> int:
+                with LMCacheEngine(llm_demo.CONFIG, worker.metadata, remote=remote) as engine:  # nothing in it yet
+                    engine.register_kv_caches(worker.pages, "2BNHD")
+                    hits = 0 if keep else engine.lookup(tokens)
+                    got = int(engine.retrieve(tokens[:hits], slot_mapping=slots[:hits]).sum())
+                    count = min(got, len(tokens) - 1)  # the model must see one token at least
+                    cache = worker.read_pages(slots[:count])
+                    token = worker.next_token(tokens[count:], cache)
+                    if keep:
+                        worker.write_pages(slots, cache, 0)
+                        engine.store(tokens, slot_mapping=slots)
+                        engine.flush()
+                    return token
+
+            cold = [seconds(lambda: worker.next_token(tokens, worker.new_cache())) for _ in range(min(3, rounds))]
+            first = answer(keep=True)
+            for page in worker.pages:
+                page.fill_(float("nan"))
+            assert answer() == first
+            warm = [seconds(answer) for _ in range(rounds)]
+            row = {"title": "ttft", "tokens": length, "cold_s": cold, "warm_s": warm}
+            ROWS.append(row)
+            low, high = statistics.median(warm), statistics.median(cold)
+            print(
+                f"    {length:5} tokens: cold {high:6.2f} s, warm {low:6.3f} s, {high / low:5.1f} times sooner",
+                flush=True,
+            )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The two figures of the README
+
+
+def draw(folder: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    ttft = [row for row in ROWS if row["title"] == "ttft"]
+    if ttft:
+        figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
+        for name in ("cold", "warm"):
+            axes.plot(
+                [row["tokens"] for row in ttft], [statistics.median(row[f"{name}_s"]) for row in ttft], "o-", label=name
+            )
+        axes.set(xlabel="prompt, tokens", ylabel="time to first token, s", ylim=(0, None))
+        axes.set_title("SmolLM2-135M: KV prefilled, and KV from the TCP server")
+        axes.legend()
+        figure.savefig(folder / "ttft.png", dpi=110)
+    sizes = [row for row in ROWS if row["title"].startswith(BY_SIZE)]
+    if sizes:
+        figure, both = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained", sharey=True)
+        for axes, verb in zip(both, ("PUT", "GET"), strict=True):
+            rows = [row for row in sizes if f" {verb} " in row["title"]]
+            for kind, name in (("ours", "ours"), ("lmcache", "LMCache 0.3.14"), ("floor", "floor")):
+                size = [int(row["title"].split()[-2]) for row in rows]
+                rate = [n / row[kind]["median"] * 1e3 / 1e9 for n, row in zip(size, rows, strict=True)]
+                axes.plot(size, rate, "o:" if kind == "floor" else "o-", label=name)
+            axes.set(xscale="log", xlabel="chunk, bytes", title=verb)
+            axes.legend()
+        both[0].set_ylabel("GB/s, one connection")
+        figure.savefig(folder / "throughput.png", dpi=110)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Around it
 
 
@@ -595,7 +723,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-PARTS = {"tcp": bench_tcp, "lookup": bench_lookup, "engine": bench_engine, "growth": bench_growth}
+PARTS = {"tcp": bench_tcp, "lookup": bench_lookup, "engine": bench_engine, "growth": bench_growth, "ttft": bench_ttft}
 
 
 def main() -> None:
@@ -613,6 +741,7 @@ def main() -> None:
     args.out.mkdir(exist_ok=True)
     report = {"machine": machine(), "command": " ".join(sys.argv), "rows": ROWS}
     (args.out / "bench.json").write_text(json.dumps(report, indent=1))
+    draw(args.out)
     print(f"\nwritten: {args.out / 'bench.json'}")
 
 

@@ -1,0 +1,164 @@
+"""Paged layouts: gather and scatter against a loop over slots, for every layout, many dtypes, and awkward strides."""
+
+import pytest
+import torch
+from toys import metadata, range_of
+
+from engine import PagedKVCache
+
+L, H, D, B, N = 3, 2, 4, 6, 4
+SHAPES = {  # layout -> shape of one tensor, and K
+    "2BNHD": ((2, B, N, H, D), 2), "B2NHD": ((B, 2, N, H, D), 2), "BHNC": ((B, H, N, 2 * D), 2),
+    "SHD": ((B * N, H, D), 2), "BNC": ((B, N, H * D), 1), "BNHD": ((B, N, H, D), 1),
+}  # fmt: skip
+SLOTS = {
+    "whole blocks": range_of(8, 4) + range_of(0, 4) + range_of(20, 4),
+    "scattered": [5, 0, 23, 11, 7, 6],
+    "a block, but turned": [3, 2, 1, 0],
+    "a block's length, but not its start": range_of(2, 4),
+    "one": [9],
+}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.uint8, torch.int8]
+
+
+def random_of(dtype, *shape):
+    raw = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8)
+    return raw.view(dtype).squeeze(-1)
+
+
+def make(layout, dtype, heads=H, head_dim=D):
+    """The serving engine's tensors, and metadata to match."""
+    shape, num_kv = SHAPES[layout]
+    count = 2 * L if layout == "SHD" else L
+    tensors = [random_of(dtype, *shape) for _ in range(count)]
+    meta = metadata(kv_dtype=dtype, kv_shape=(L, num_kv, 4, heads, head_dim), use_mla=num_kv == 1)
+    return ([tensors[:L], tensors[L:]] if layout == "SHD" else tensors), meta
+
+
+def at(kvcaches, layout, kv, layer, slot):
+    """The [H*D] of one slot, read by the letters of the layout."""
+    block, offset = slot // N, slot % N
+    row = {
+        "2BNHD": lambda: kvcaches[layer][kv, block, offset], "B2NHD": lambda: kvcaches[layer][block, kv, offset],
+        "BHNC": lambda: kvcaches[layer][block, :, offset, kv * D : (kv + 1) * D],
+        "SHD": lambda: kvcaches[kv][layer][slot], "BNC": lambda: kvcaches[layer][block, offset],
+        "BNHD": lambda: kvcaches[layer][block, offset],
+    }[layout]()  # fmt: skip
+    return row.reshape(-1)
+
+
+def naive(kvcaches, layout, meta, slots):
+    rows = [
+        at(kvcaches, layout, kv, layer, slot) for kv in range(meta.kv_shape[1]) for layer in range(L) for slot in slots
+    ]
+    return torch.stack([row.contiguous().view(torch.uint8) for row in rows]).flatten()  # [K, L, T, H*D] as bytes
+
+
+def check(kvcaches, layout, meta, slots):
+    """Gather is what the loop reads; what is scattered is what the loop then reads; the rest is untouched."""
+    paged, index = PagedKVCache(kvcaches, layout, meta), torch.tensor(slots)
+    chunk = torch.zeros(naive(kvcaches, layout, meta, slots).numel(), dtype=torch.uint8)
+    paged.gather([(index, chunk)])
+    assert torch.equal(chunk, naive(kvcaches, layout, meta, slots))
+    others = [slot for slot in range(B * N) if slot not in slots]
+    before = naive(kvcaches, layout, meta, others)
+    incoming = torch.randint(0, 256, chunk.shape, dtype=torch.uint8)
+    paged.scatter([(index, incoming)])
+    assert torch.equal(naive(kvcaches, layout, meta, slots), incoming)
+    assert torch.equal(naive(kvcaches, layout, meta, others), before)
+
+
+@pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", SHAPES)
+def test_round_trip(layout, dtype, slots):
+    kvcaches, meta = make(layout, dtype)
+    check(kvcaches, layout, meta, slots)
+
+
+@pytest.mark.parametrize("layout", SHAPES)
+def test_many_chunks_at_once(layout):
+    """Of several lengths, some of whole blocks and some not, in one go."""
+    kvcaches, meta = make(layout, torch.bfloat16)
+    paged = PagedKVCache(kvcaches, layout, meta)
+    jobs = []
+    for slots in ([8, 9, 10, 11], [0, 2, 1], [23], [16, 17, 18, 19, 4, 5, 6, 7]):
+        wanted = naive(kvcaches, layout, meta, slots)
+        jobs.append((torch.tensor(slots), torch.zeros_like(wanted), wanted))
+    paged.gather([(slots, chunk) for slots, chunk, _ in jobs])
+    assert all(torch.equal(chunk, wanted) for _, chunk, wanted in jobs)
+    paged.scatter([(slots, ~chunk) for slots, chunk, _ in jobs])
+    assert all(torch.equal(naive(kvcaches, layout, meta, slots.tolist()), ~wanted) for slots, _, wanted in jobs)
+    paged.gather([])
+
+
+@pytest.mark.parametrize("layout", ["2BNHD", "BNC"])
+@pytest.mark.parametrize("heads, head_dim", [(1, 1), (1, 3), (3, 5), (1, 128)])
+def test_odd_sizes(layout, heads, head_dim, monkeypatch):
+    """3 * 5 values of 1, 2 or 4 bytes: no wider type fits."""
+    shape = (2, B, N, heads, head_dim) if layout == "2BNHD" else (B, N, heads * head_dim)
+    monkeypatch.setitem(SHAPES, layout, (shape, SHAPES[layout][1]))
+    for dtype in (torch.bfloat16, torch.uint8):
+        for slots in SLOTS.values():
+            kvcaches, meta = make(layout, dtype, heads, head_dim)
+            check(kvcaches, layout, meta, slots)
+
+
+@pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS)
+@pytest.mark.parametrize("which", [{0}, {1}, {0, 1, 2}], ids=str)
+def test_layers_that_are_not_contiguous(which, slots):
+    """Some or all layers are views with gaps; all go the way that the most awkward of them can go."""
+    kvcaches, meta = make("2BNHD", torch.float32)
+    kvcaches = [
+        torch.zeros(2, B, N, 2 * H, D)[:, :, :, ::2].copy_(one) if layer in which else one
+        for layer, one in enumerate(kvcaches)
+    ]
+    check(kvcaches, "2BNHD", meta, slots)
+
+
+def test_a_last_axis_with_gaps():
+    kvcaches, meta = make("2BNHD", torch.bfloat16)
+    check([torch.stack([one, one], -1)[..., 0] for one in kvcaches], "2BNHD", meta, SLOTS["scattered"])
+
+
+@pytest.mark.parametrize(
+    "layout, kvcaches",
+    [
+        ("2BNHD", [torch.zeros(2, B, N, H, D)] * 2),  # a layer too few
+        ("2BNHD", [torch.zeros(2, B, N, H, D + 1)] * L),
+        ("2BNHD", [torch.zeros(2, B, N, H + 1, D)] * L),
+        ("2BNHD", [torch.zeros(1, B, N, H, D)] * L),
+        ("2BNHD", [torch.zeros(B, 2, N, H, D)] * L),
+        ("2BNHD", [torch.zeros(2, B, N, H * D)] * L),
+        ("2BNHD", [torch.zeros(2, B, N, H, D, dtype=torch.bfloat16)] * L),
+        ("2BNHD", [torch.zeros(2, B, N, H, D)] * 2 + [torch.zeros(2, B + 1, N, H, D)]),
+        ("BHNC", [torch.zeros(B, H, N, D)] * L),
+        ("BHNC", [torch.zeros(B, H, N, 2 * D + 1)] * L),
+        ("SHD", [[torch.zeros(B * N, H, D)] * L, [torch.zeros(B * N, H, D)] * (L - 1)]),
+        ("SHD", [torch.zeros(B * N, H, D)] * L),
+        ("NONE", [torch.zeros(2, B, N, H, D)] * L),
+        ("2BNHD", [None] * L),
+        ("2BNHD", []),
+    ],
+)
+def test_what_does_not_fit_is_refused(layout, kvcaches):
+    with pytest.raises(ValueError, match=r"kvcaches|zip"):
+        PagedKVCache(kvcaches, layout, metadata(kv_shape=(L, 2, 4, H, D)))
+
+
+@pytest.mark.parametrize("slots", [[-1], [B * N], [0, 2**40], [-(2**63)]])
+def test_slots_that_are_not_there(slots):
+    kvcaches, meta = make("2BNHD", torch.float32)
+    with pytest.raises(ValueError, match=f"slot {slots[-1]} is not in the paged cache; allowed: 0..{B * N - 1}"):
+        PagedKVCache(kvcaches, "2BNHD", meta).check_slots(torch.tensor(slots))
+
+
+def test_a_layout_seen_on_vllms_cpu_build():
+    """[364, 3, 128, 128] for H=3, D=64, N=128: keys in the first 64 of the last axis, values in the rest."""
+    kvcaches = [torch.randn(8, 3, 128, 128) for _ in range(2)]
+    paged = PagedKVCache(kvcaches, "BHNC", metadata(kv_shape=(2, 2, 4, 3, 64)))
+    assert (paged.num_blocks, paged.block_size) == (8, 128)
+    chunk = torch.zeros(2 * 2 * 1 * 3 * 64 * 4, dtype=torch.uint8)
+    paged.gather([(torch.tensor([128 * 5 + 7]), chunk)])
+    found = chunk.view(torch.float32).view(2, 2, 3, 64)  # [K, L, H, D], of one token
+    assert torch.equal(found[0, 1], kvcaches[1][5, :, 7, :64]) and torch.equal(found[1, 0], kvcaches[0][5, :, 7, 64:])
