@@ -454,11 +454,12 @@ class LMCacheServer:
         if len(self._clients) >= self.max_clients:
             return f"{self.max_clients} are connected, max_clients"
         thread = threading.Thread(target=self._run_client, args=(sock,), daemon=True, name="client")
+        self._clients[sock] = thread
         try:
             thread.start()
         except RuntimeError as error:  # no more threads
+            del self._clients[sock]
             return str(error)
-        self._clients[sock] = thread
         return ""
 
     def _run_client(self, sock: socket.socket) -> None:

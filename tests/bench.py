@@ -32,6 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
 os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
 
+import psutil  # noqa: E402
 import torch  # noqa: E402
 
 from engine import LMCacheEngine, LMCacheEngineConfig, LMCacheMetadata  # noqa: E402
@@ -556,6 +557,11 @@ def bench_engine(rounds: int) -> None:
 # How cost grows
 
 
+def server_pid(port: int) -> int:
+    """The process that listens there."""
+    return next(c.pid for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr.port == port)
+
+
 def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -606,6 +612,17 @@ def bench_growth(rounds: int) -> None:
     finally:
         process.kill()
         process.wait()
+    resident = {}
+    for budget in (MIB, 512 * MIB):
+        with server("ours", budget, warm=False) as port:
+            client = Bare(port)
+            for number in range(1500):  # sizes from 1 KiB to 2 MiB, three times the budget
+                client.put(key_of(number), random.Random(number).randrange(1024, 2 * MIB))
+            client.ask(ClientCommand.EXIST, key_of(0))
+            resident[budget] = resident_bytes(server_pid(port))
+    over = (resident[512 * MIB] - resident[MIB]) / (511 * MIB) - 1
+    print(f"    memory with a budget of 512 MiB, over one of 1 MiB: the budget {over:+.1%} (target < +5%)")
+    ROWS.append({"title": "growth resident", "over_budget": over})
     for count in (100, 100_000):
         store = ChunkStore("cpu", count * 64)
 

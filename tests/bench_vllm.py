@@ -59,7 +59,7 @@ def lmcache_server(site_packages: str):
     command = [
         sys.executable, "-m", "lmcache.cli.main", "server", "--host", "127.0.0.1", "--port", str(ports[0]),
         "--http-port", str(ports[1]), "--chunk-size", "128", "--l1-size-gb", "2", "--eviction-policy", "LRU",
-        "--supported-transfer-mode", "engine_driven",
+        "--supported-transfer-mode", "engine_driven", "--disable-observability",
     ]  # fmt: skip
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

@@ -24,11 +24,11 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for the script: the modules are a folder up
 
-import psutil  # noqa: E402
-import torch  # noqa: E402
-from toys import (  # noqa: E402  # noqa: E402
+import psutil
+import torch
+from toys import (
     CHUNK,
     CHUNK_BYTES,
     D,
@@ -44,9 +44,9 @@ from toys import (  # noqa: E402  # noqa: E402
     wait_for,
 )
 
-from engine import LMCacheEngine  # noqa: E402
-from lookup import LMCacheLookupClient, LMCacheLookupServer  # noqa: E402
-from remote_server import ClientCommand, RemoteClient  # noqa: E402
+from engine import LMCacheEngine
+from lookup import LMCacheLookupClient, LMCacheLookupServer
+from remote_server import ClientCommand, RemoteClient
 
 Going = Callable[[], bool]  # whether a worker is to go on
 Worker = Callable[[Counter, Going], None]  # counts what it does
@@ -221,7 +221,7 @@ def sigterm(seconds: float) -> Counter:
     with ServerProcess() as server:
         total = work([worker] * 8 + [stopper], 120)
         server.stop()
-        with ServerProcess(port=server.port) as again, RemoteClient(url_of(again)) as client:
+        with running_server(port=server.port) as again, client_of(again) as client:
             assert client.health() and client.list_keys() == []
     return total
 

@@ -163,6 +163,17 @@ def test_a_connection_that_the_server_closed_is_made_again(server, client):
     assert client.get(KEY)[1] == b"y"
 
 
+def test_a_broken_stream_is_a_broken_connection(client):
+    """SSLError is no ConnectionError to Python, but to us: the request is sent again."""
+    faults = iter([ssl.SSLEOFError(8, "EOF occurred in violation of protocol")])
+
+    def exchange(_sock, _deadline):
+        for fault in faults:
+            raise fault
+
+    client._call(exchange)
+
+
 def test_stalled_in_the_middle_of_a_put(server, pem):
     with tls_client(server, context(pem, "client")) as client:
         sock = client._connected(time.monotonic() + 5)

@@ -602,19 +602,23 @@ def test_whatever_the_remote_raises_is_a_miss(fault):
         assert all(chunk.refs == 0 for chunk in engine.chunks._chunks.values())
 
 
-def test_what_the_outbox_holds_is_not_evicted_and_is_let_go_at_close():
-    class Slow:
-        entered, gate, sent = threading.Event(), threading.Event(), []
+class SlowRemote:
+    """Takes puts when its gate opens."""
 
-        def put_many(self, items):
-            self.entered.set()
-            self.gate.wait(5)
-            self.sent += [b"".join(bytes(piece) for piece in pieces) for _, _, pieces in items]
+    def __init__(self):
+        self.entered, self.gate, self.sent = threading.Event(), threading.Event(), []
 
-        def flush(self):
-            pass
+    def put_many(self, items):
+        self.entered.set()
+        self.gate.wait(5)
+        self.sent += [b"".join(bytes(piece) for piece in pieces) for _, _, pieces in items]
 
-    remote = Slow()
+    def flush(self):
+        pass
+
+
+def test_what_the_outbox_holds_is_not_evicted():
+    remote = SlowRemote()
     with new_engine(8, remote=remote) as engine:
         wanted = kv(engine.pages, range(4)).flatten().view(torch.uint8)
         put_prompt(engine, PROMPT[:4])
@@ -624,3 +628,18 @@ def test_what_the_outbox_holds_is_not_evicted_and_is_let_go_at_close():
         remote.gate.set()
         assert wait_for(lambda: remote.sent) and remote.sent[0] == bytes(wanted.tolist())
     assert engine.stats()["bytes_used"] == 0
+
+
+def test_what_the_outbox_still_holds_at_close_is_let_go_and_counted():
+    remote = SlowRemote()
+    with new_engine(remote=remote) as engine:
+        put_prompt(engine, PROMPT[:4])
+        assert remote.entered.wait(5)
+        put_prompt(engine, OTHER)
+        opener = threading.Timer(0.3, remote.gate.set)
+        opener.start()
+        engine.close(timeout_sec=0.05)
+        opener.join()
+        assert wait_for(lambda: not engine._writer.is_alive())
+        stats = engine.stats()
+        assert (stats["remote_puts"], stats["remote_dropped"], stats["bytes_used"]) == (1, 4, 0)

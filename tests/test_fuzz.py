@@ -298,8 +298,8 @@ class PagedMachine(Machine):
         self.names = {}  # the store's key -> (tags, prefix): no two prefixes may share a key
 
     def choose(self, prompt, tag, seed):
-        """Mostly one that has been stored."""
-        return self.pick(self.stored, seed) if self.stored and seed % 4 else (prompt, tag)
+        """Mostly one that has been stored of late."""
+        return self.pick(self.stored[-3:], seed) if self.stored and seed % 4 else (prompt, tag)
 
     def spans(self, prompt, tag):
         """(start, end, hash) of each chunk, and the keys under which the engine keeps them."""
@@ -348,7 +348,7 @@ class PagedMachine(Machine):
 class EngineMachine(PagedMachine):
     """Without a remote: what is present is known exactly, but for which chunks an eviction took."""
 
-    @initialize(layout=st.sampled_from([*LAYOUTS]), chunks=st.sampled_from([1, 3, 6, 40]), unfull=st.booleans())
+    @initialize(layout=st.sampled_from([*LAYOUTS]), chunks=st.sampled_from([1, 3, 6, 8, 40]), unfull=st.booleans())
     def start(self, layout, chunks, unfull):
         self.make(layout, chunks, unfull)
         self.capacity = chunks
@@ -551,9 +551,12 @@ class EngineWithRemoteMachine(PagedMachine):
         hits = self.engine.lookup(prompt, lookup_id=pin, pin=pin is not None, request_configs=TAGS[tag])
         assert hits == expected if sure else hits <= expected
 
-    @rule(prompt=PROMPTS, tag=TAG, seed=PICK)
-    def retrieve(self, prompt, tag, seed):
+    @rule(prompt=PROMPTS, tag=TAG, seed=PICK, fetch=st.booleans(), fail_in=st.sampled_from([None, None, *range(7)]))
+    def retrieve(self, prompt, tag, seed, fetch, fail_in):
         prompt, tag = self.choose(prompt, tag, seed)
+        if fetch:
+            self.engine.clear()
+        self.remote.fail_in = fail_in if self.remote.fail_in is None else self.remote.fail_in
         expected, evictions = self.leading_tokens(prompt, tag), self.engine.stats()["evictions"]
         sure = self.remote.fail_in is None and self.engine.stats()["pins"] == 0
         bad = [key for key, (meta, _) in self.remote.items.items() if meta.fmt != 1]
@@ -569,16 +572,15 @@ class EngineWithRemoteMachine(PagedMachine):
     def remote_will_fail(self, fail_in):
         self.remote.fail_in = fail_in
 
-    @precondition(lambda self: self.remote.items)
-    @rule(index=PICK)
+    @rule(index=PICK)  # subtle: no precondition on what is there, which depends on how far the writer's thread has got
     def remote_forgets(self, index):
-        del self.remote.items[self.pick(self.remote.items, index)]
+        for key in sorted(self.remote.items)[index % 8 :][:1]:
+            del self.remote.items[key]
 
-    @precondition(lambda self: self.remote.items)
     @rule(index=PICK, length=st.integers(0, 700))
     def remote_holds_something_else(self, index, length):
-        key = self.pick(self.remote.items, index)
-        self.remote.items[key] = (RemoteMeta(length, 4, 6, (length, 0, 0, 0)), b"\xee" * length)
+        for key in sorted(self.remote.items)[index % 8 :][:1]:
+            self.remote.items[key] = (RemoteMeta(length, 4, 6, (length, 0, 0, 0)), b"\xee" * length)
 
     @rule()
     def unpin(self):
@@ -833,6 +835,7 @@ class TcpMachine(Machine):
             self.drop(0, reset=True)
             self.drop(1)
             with contextlib.closing(Wire(self.server.port)) as wire:  # a fresh one finds all that is left
+                wire.sync()  # subtle: now those that came before it have been accepted
                 for key in list(self.model):
                     wire.send(request(ClientCommand.GET, key))
                     self.check_get(key, wire.reply())

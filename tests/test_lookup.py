@@ -17,6 +17,7 @@ import torch
 import zmq
 from toys import ROOT, config, metadata, new_engine, put_prompt, range_of, wait_for
 
+from engine import locked, make_rpc_folder
 from lookup import MAX_STATUS, LMCacheLookupClient, LMCacheLookupServer, lookup_path
 from offload_server import ZMQOffloadServer, offload_path
 
@@ -468,6 +469,15 @@ class TestTheSocketFile:
                 for server in made:
                     server.close()
                 assert len(made) == 1
+
+    def test_who_comes_second_waits_until_the_first_has_bound(self, Server, ipc_folder):
+        with new_engine() as engine, ThreadPoolExecutor(1) as pool:
+            make_rpc_folder(str(ipc_folder / "socket"))
+            with locked(str(ipc_folder)):
+                start = pool.submit(self.start, Server, engine)
+                with pytest.raises(TimeoutError):
+                    start.result(0.2)
+            start.result(5).close()
 
     @pytest.mark.parametrize("what", ["file", "folder is a file", "no folder may be made", "folder of another"])
     def test_a_path_that_cannot_be(self, Server, what, ipc_folder, monkeypatch):

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 import socket
 import struct
@@ -457,8 +458,12 @@ def test_addresses_that_cannot_be(host, port):
         LMCacheServer(host, port, max_bytes=MIB)
 
 
-@pytest.mark.parametrize("more", [dict(max_clients=0), dict(stall_timeout_sec=0), dict(stall_timeout_sec=float("nan")),
-                                  dict(stall_timeout_sec=float("inf")), dict(device="tpu"), dict(max_bytes=0)])  # fmt: skip
+@pytest.mark.parametrize(
+    "more",
+    [{"max_clients": 0}, {"device": "tpu"}, {"max_bytes": 0}]
+    + [{"stall_timeout_sec": seconds} for seconds in (0, math.nan, math.inf)],
+    ids=str,
+)
 def test_settings_that_cannot_be(more):
     with pytest.raises(ValueError):
         LMCacheServer("127.0.0.1", 0, **{"max_bytes": MIB} | more)

@@ -1,7 +1,6 @@
 """Small things that the tests share: a toy model, its paged cache, an engine, a server in a thread or in a process."""
 
 import contextlib
-import os
 import signal
 import socket
 import subprocess
@@ -132,10 +131,14 @@ class ServerProcess:
     def log(self) -> str:
         return "".join(self.lines)
 
+    def stops_in_time(self, number: int) -> bool:
+        """Whether it has stopped within 2 s of a signal, and then exits with 0 (Python's own end is not counted)."""
+        self.process.send_signal(number)
+        return wait_for(lambda: "stopped" in self.log, 2.0) and self.process.wait(30) == 0
+
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Sends a signal and waits; the exit status."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid, number)
+        self.process.send_signal(number)  # none where it has ended
         status = self.process.wait(30)
         self._reader.join()
         self.process.stderr.close()  # type: ignore[union-attr]
@@ -145,7 +148,7 @@ class ServerProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.process.returncode is None:
+        if not self.process.stderr.closed:  # type: ignore[union-attr]
             self.stop(signal.SIGKILL)
 
 
