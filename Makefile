@@ -74,8 +74,14 @@ demo-vllm: $(VLLM_VENV)/models  ## a real vLLM server and client: a long prompt 
 test-vllm: $(VLLM_VENV)/models  ## the connector in a real vLLM on the CPU (about 8 minutes)
 	$(VLLM_PY) -m pytest tests/serving --confcutdir=tests/serving
 
-bench-vllm: $(VLLM_VENV)/models  ## time to first token: no cache, vLLM's own, ours, its example connector
-	@$(VLLM_PY) tests/bench_vllm.py $(VLLM_VENV)/smollm2
+# LMCache 0.5.6 and what its server needs and vLLM has not: a folder of its own, so that vLLM's versions stay.
+$(VLLM_VENV)/lmcache: $(VLLM_VENV)/run
+	@$(VLLM_PIP) --no-deps --target $@ lmcache==0.5.6 aiofile==3.12.3 aiofiles==25.1.0 blake3==1.0.11 caio==0.12.10 \
+		cffi==2.1.1 cryptography==50.0.2 httpx==0.28.1 llvmlite==0.50.0 numba==0.68.1 pycparser==3.12 sortedcontainers==2.4.0
+	@touch $@
+
+bench-vllm: $(VLLM_VENV)/models $(VLLM_VENV)/lmcache  ## time to first token: cold, vLLM's own cache, ours, others'
+	@$(VLLM_PY) tests/bench_vllm.py $(VLLM_VENV)/smollm2 --lmcache $(VLLM_VENV)/lmcache
 
 lint: $(VENV)/dev  ## ruff and mypy
 	$(VENV)/bin/ruff check .

@@ -1394,14 +1394,16 @@ class LMCacheEngine:
         """Puts a committed chunk in the outbox, which costs no memory of its own: it holds chunks in use."""
         if self.remote is None:
             return
+        text = self._key_text(chunk_hash, suffix)
+        too_long = len(text.encode()) > MAX_KEY_BYTES  # with a long `bytes` hash
         with self._outbox_ready:
             # Half of the memory stays evictable.
-            if self._closed or self._outbox_bytes + chunk.nbytes > self.chunks.max_bytes // 2:
+            if self._closed or too_long or self._outbox_bytes + chunk.nbytes > self.chunks.max_bytes // 2:
                 self._counters["remote_dropped"] += 1
                 return
             self._outbox_bytes += chunk.nbytes
             self.chunks.hold(chunk)
-            self._outbox.append((self._key_text(chunk_hash, suffix), chunk))
+            self._outbox.append((text, chunk))
             self._outbox_ready.notify()
 
     def _write_remote(self) -> None:

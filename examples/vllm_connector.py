@@ -78,17 +78,17 @@ def digest(*parts: Any) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-def page_views(layers: list[torch.Tensor], layout: str, block_size: int, num_kv: int) -> tuple[list, str, int, int]:
-    """The layers as engine.PagedKVCache takes them, the name of their layout there, H and D."""
+def page_views(layers: list[torch.Tensor], layout: str, block_size: int, num_kv: int) -> tuple[list, str, tuple]:
+    """The layers as engine.PagedKVCache takes them, the name of their layout there, and (K, H, D)."""
     if layout == "blocks":
-        # A block is so many bytes, whatever they mean: [B, H, N, 2*D] in vLLM becomes [B, 2, N, H*D], "B2NHD" with
-        # one head. Subtle: a slot of it is no token; it is right as long as only whole blocks move, and ours do.
-        layers = [layer.view(len(layer), num_kv, block_size, 1, -1) for layer in layers]
-        return layers, "B2NHD", 1, layers[0].shape[-1]
+        # A block is so many bytes, whatever they mean: [B, H, N, 2*D] in vLLM becomes [B, N, H*2*D], as MLA's one
+        # latent. Subtle: a slot of it is no token; it is right as long as only whole blocks move, and ours do.
+        layers = [layer.view(len(layer), block_size, -1) for layer in layers]
+        return layers, "BNC", (1, 1, layers[0].shape[-1])
     if layout == "auto":
         layout = {3: "BNC", 4: "BHNC", 5: "2BNHD" if len(layers[0]) == 2 else "B2NHD"}.get(layers[0].dim(), "")
     sizes = dict(zip(layout, layers[0].shape, strict=False))  # a layout that does not fit is the engine's to refuse
-    return layers, layout, sizes.get("H", 1), sizes.get("D", sizes.get("C", num_kv) // num_kv)
+    return layers, layout, (num_kv, sizes.get("H", 1), sizes.get("D", sizes.get("C", num_kv) // num_kv))
 
 
 class KVOffloadConnector(KVConnectorBase_V1):
@@ -103,7 +103,7 @@ class KVOffloadConnector(KVConnectorBase_V1):
         own = ("device", "layout", "model_name", "lmcache_rpc_port")
         self.device, self.layout = self.extra.get("device", "cpu"), self.extra.get("layout", "auto")
         chunk = self.block_size if self.block_size >= 128 else 256 // self.block_size * self.block_size
-        # With MLA too all ranks store and are asked: each has a store of its own.
+        # Where K is 1, too, all ranks store and are asked: each has a store, and maybe a shard, of its own.
         values = {"chunk_size": chunk, "lookup_server_worker_ids": (), "extra_config": {"save_only_first_rank": False}}
         values |= {name: value for name, value in self.extra.items() if name not in own}
         self.config = LMCacheEngineConfig.from_defaults(**values)
@@ -244,7 +244,7 @@ class KVOffloadConnector(KVConnectorBase_V1):
         if self.layout == "blocks":
             facts += [vllm.__version__, self.block_size]
         name = f"{re.sub('[^A-Za-z0-9._-]', '_', shown.rstrip('/').split('/')[-1])[:40]}-{digest(*facts)}"
-        views, layout, heads, dim = page_views(layers, self.layout, self.block_size, num_kv)
+        views, layout, (num_kv, heads, dim) = page_views(layers, self.layout, self.block_size, num_kv)
         kv_shape = (len(layers), num_kv, self.config.chunk_size, heads, dim)
         metadata = self._metadata(name, self.rank, layers[0].dtype, kv_shape)
         remote = RemoteClient(self.config.remote_url) if self.config.remote_url else None

@@ -99,7 +99,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Time to first token: no cache, vLLM's own, ours, others'.")
     parser.add_argument("model", type=Path, help="a model folder, see examples/make_model.py")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--lmcache", metavar="DIR", help="a site-packages folder with lmcache 0.5.6")
+    parser.add_argument(
+        "--lmcache", metavar="DIR", type=os.path.abspath, help="a site-packages folder with lmcache 0.5.6"
+    )
     args = parser.parse_args()
     rng = random.Random(0)
     samples = defaultdict(list)  # (way, cache, length) -> seconds

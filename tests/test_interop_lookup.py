@@ -92,10 +92,12 @@ def raw_socket(kind, facts):
         if kind == zmq.REQ:
             sock.connect(f"ipc://{path}")
             yield sock
-        else:
-            make_rpc_folder(path)
-            sock.bind(f"ipc://{path}")
+            return
+        make_rpc_folder(path)
+        sock.bind(f"ipc://{path}")
+        try:
             yield sock
+        finally:
             os.unlink(path)
 
 
