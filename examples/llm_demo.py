@@ -77,7 +77,7 @@ class Worker:
 
         weights = find_weights()
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
         self.model = model.to(self.device).eval()
         self.new_cache = lambda: DynamicCache(config=model.config)
         layers, heads, head_dim = (
@@ -289,6 +289,7 @@ def progress(what: str) -> Iterator[None]:
         while not done.wait(5):
             say("", f"{what} ... {time.monotonic() - began:.0f} s")
 
+    say("", f"{what} ...")
     threading.Thread(target=tick, daemon=True).start()
     try:
         yield
@@ -389,6 +390,9 @@ def main() -> None:
     os.environ.update(
         HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false"
     )
+    # subtle: torch's threads spin while they wait for each other, and with a neighbour on the cores that takes the time
+    # that the others need: a prefill of 52 tokens then took 5 s and not 0.4. Let them sleep.
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     weights = find_weights()
     step(1, "The cache server starts, a process of its own; and in this one, the scheduler, the tokenizer")
     with tempfile.TemporaryDirectory() as folder, Child("the cache server", run_cache_server) as server:
