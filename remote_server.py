@@ -178,20 +178,20 @@ def send_all(
     if deadline is not None:
         sock.settimeout(_left(deadline))
     try:
-        if isinstance(sock, ssl.SSLSocket):  # it has no sendmsg
+        if not payload or isinstance(sock, ssl.SSLSocket):  # which has no sendmsg
             sock.sendall(header)
             sock.sendall(payload)
-        elif not payload:
-            sock.sendall(header)
-        else:
-            sent = sock.sendmsg([header, payload])
-            if sent < len(header):
-                sock.sendall(header[sent:])
-            payload = memoryview(payload)[max(0, sent - len(header)) :]
-            while payload:
-                if deadline is not None:
-                    sock.settimeout(_left(deadline))
-                payload = payload[sock.send(payload) :]
+            return
+        sent = sock.sendmsg((header, payload))
+        if sent == len(header) + len(payload):
+            return
+        if sent < len(header):
+            sock.sendall(header[sent:])
+        payload = memoryview(payload)[max(0, sent - len(header)) :]
+        while payload:
+            if deadline is not None:
+                sock.settimeout(_left(deadline))
+            payload = payload[sock.send(payload) :]
     except BlockingIOError as error:  # SO_SNDTIMEO ran out
         raise TimeoutError("peer does not read") from error
 
@@ -225,7 +225,7 @@ PUT, GET, EXIST, HEALTH = 1, 2, 3, 5  # ClientCommand as plain ints: an enum cos
 SUCCESS, REQUEST_BYTES = 200, REQUEST.size
 BATCH = 16  # requests read in one go: a burst of EXIST costs few system calls, and a PUT copies at most 3 KiB twice
 MAX_DRAIN = 1 << 16  # bytes read at once of a payload that nobody wants
-FIRST_WARM_BYTES = 128 << 20  # touched before the first client, so that it finds it fast
+FIRST_WARM_BYTES = 256 << 20  # touched before the first client, so that it finds it fast
 
 
 class LMCacheServer:
@@ -404,8 +404,8 @@ class LMCacheServer:
             if chunk is None:
                 sock.sendall(MISS)
                 return
+            header = chunk.meta
             try:
-                header = chunk.meta
                 for piece in self.store.pieces(chunk):
                     send_all(sock, header, piece)
                     header = b""

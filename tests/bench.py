@@ -432,7 +432,8 @@ def bench_lookup(rounds: int) -> None:
                 "lmcache": lambda prompt=prompt, count=count: end_to_end(theirs_client, theirs, prompt, count),
             }
             compare(f"lookup end to end, {name}", works, rounds, target)
-        with zmq.Context() as context, context.socket(zmq.REQ) as ask, context.socket(zmq.ROUTER) as answer:
+        # Two contexts, as in two processes.
+        with zmq.Context() as near, zmq.Context() as far, near.socket(zmq.REQ) as ask, far.socket(zmq.ROUTER) as answer:
             stop = threading.Event()
             answer.set(zmq.RCVTIMEO, 100)
             answer.bind(f"ipc://{os.environ['VLLM_RPC_BASE_PATH']}/bare")
