@@ -934,6 +934,8 @@ class ChunkStore:
         """Drops all, takes nothing more, and gives up the memory, unless a chunk is in use still. Idempotent."""
         with self._lock:
             self._closed, self._arena.size = True, 0  # subtle: so nothing fits any more
+        if self._warmer.is_alive():  # subtle: let go of by a daemon thread at exit, torch's memory aborts the process
+            self._warmer.join(2.0)
         self.clear()
         if self._registered:
             self._registered = False
