@@ -50,7 +50,7 @@ demo-modules: $(VENV)/run  ## each module's own demo
 	$(PY) lookup.py
 	$(PY) remote_server.py --demo
 
-test: $(VENV)/dev lint  ## everything, the demos too (about 10 minutes)
+test: $(VENV)/dev lint  ## everything, the demos too (about 5 minutes)
 	$(PY) -m pytest tests
 
 interop: $(VENV)/dev  ## against the real LMCache 0.3.14, part by part and both ways
@@ -71,7 +71,7 @@ bench-cuda: $(VENV)/run  ## GB/s on a GPU, against plain copies
 demo-vllm: $(VLLM_VENV)/models  ## a real vLLM server and client: a long prompt twice, and after a restart
 	@$(VLLM_PY) examples/vllm_demo.py $(VLLM_VENV)/smollm2
 
-test-vllm: $(VLLM_VENV)/models  ## the connector in a real vLLM on the CPU (about 8 minutes)
+test-vllm: $(VLLM_VENV)/models  ## the connector in a real vLLM on the CPU (about 9 minutes)
 	$(VLLM_PY) -m pytest tests/serving --confcutdir=tests/serving
 
 # LMCache 0.5.6 and what its server needs and vLLM has not: a folder of its own, so that vLLM's versions stay.
