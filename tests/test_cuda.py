@@ -116,7 +116,6 @@ def test_concurrent_store_and_retrieve() -> None:
 
     def work(number: int) -> None:
         tokens = list(range(number * 1000, number * 1000 + 256))
-        own = torch.arange(number * 128, number * 128 + 128).repeat(2)[:256]  # nobody else's slots
         own = torch.arange(number * 256 % (B * N - 256), number * 256 % (B * N - 256) + 256)
         for _ in range(30):
             engine.store(tokens, slot_mapping=own)
