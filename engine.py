@@ -445,7 +445,7 @@ class TokenDatabase:
             check_hashes(hashes, offsets)  # type: ignore[arg-type]
             ends = list(accumulate(offsets))  # type: ignore[arg-type]
             spans = [(end - n, end, value) for end, n, value in zip(ends, offsets, hashes, strict=True)]  # type: ignore
-        return spans[self.count_masked(spans, mask, _total(tokens, offsets)) :]
+        return spans if mask is None else spans[self.count_masked(spans, mask, _total(tokens, offsets)) :]
 
     def count_masked(self, spans: list[Span], mask: torch.Tensor | None, num_tokens: int) -> int:
         """How many of these chunks the mask leaves out."""
@@ -480,14 +480,12 @@ class TokenDatabase:
         packed, width = _pack(tokens)
         sha256, digest = hashlib.sha256, b""
         for start, end in bounds:
-            hasher = sha256(digest)
             if width == 4:
-                hasher.update(packed[start * 4 : end * 4])
+                chunk = packed[start * 4 : end * 4]
             else:  # subtle: each chunk for itself, so that one huge id does not rename the chunks before it
                 chunk, chunk_width = _pack(tokens[start:end])
-                hasher.update(b"q" if chunk_width == 8 else b"")
-                hasher.update(chunk)
-            digest = hasher.digest()
+                digest += b"q" if chunk_width == 8 else b""
+            digest = sha256(digest + chunk).digest()
             spans.append((start, end, int.from_bytes(digest[:8], "big")))
             if not chained:
                 digest = b""
@@ -720,10 +718,18 @@ class ChunkStore:
             self._registered = True
         return memory
 
-    def warm(self, end: int) -> None:
-        """Touches fresh memory up to `end`, in small steps that several threads may share."""
+    def warm(self, end: int, wait_for_quiet: bool = False) -> None:
+        """Touches fresh memory up to `end`, in small steps that several threads may share.
+
+        wait_for_quiet: while somebody takes memory and enough is ready, pauses, for both want the same cores.
+        """
         memory = self._memory  # stays mapped while we hold it
+        top = self._arena.top
         while not self._closed:
+            if wait_for_quiet and top != self._arena.top and self._warm_end - self._arena.top > WARM_BYTES // 2:
+                top = self._arena.top
+                time.sleep(0.05)
+                continue
             with self._warm_lock:
                 start = self._warm_end
                 if start >= min(end, self._arena.size):
@@ -743,7 +749,7 @@ class ChunkStore:
     def _warm_behind(self, end: int) -> None:
         with contextlib.suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, 0, 19)  # subtle: of this thread alone, on Linux; requests come first
-        self.warm(end)
+        self.warm(end, wait_for_quiet=True)
 
     def bytes_of(self, chunk: Chunk) -> torch.Tensor:
         """The chunk's memory, uint8 [nbytes], on the store's device. Not a copy."""

@@ -8,8 +8,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import zmq
 from hypothesis import HealthCheck, settings
 from toys import wait_for
+
+from lookup import context_of
 
 # `short` is what `make test` runs, `long` what `make fuzz` runs.
 PROFILE = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
@@ -22,6 +25,7 @@ OTHERS = ["leaks_ok", "interop", "demo"]  # tests with third-party code, which m
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "leaks_ok: may leave threads, file descriptors and socket files behind")
+    context_of(os.getpid()).socket(zmq.PAIR).close()  # the process keeps this one: its files are no leak
 
 
 def _threads() -> set[threading.Thread]:

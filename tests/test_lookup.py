@@ -142,9 +142,6 @@ def test_hashes_of_every_kind(hashes):
         engine.store(hashes=hashes, offsets=[4, 4], slot_mapping=range_of(0, 8))
         client.token_database.process_tokens = lambda _: [(0, 4, hashes[0]), (4, 8, hashes[1])]  # type: ignore
         assert client.lookup([], "id") == engine.lookup(hashes=hashes, offsets=[4, 4]) == 8
-        client.token_database.process_tokens = lambda _: [(0, 4, 2**64)]  # type: ignore
-        with pytest.raises(ValueError, match="hashes"):
-            client.lookup([], "id")
 
 
 @pytest.mark.parametrize("arguments", [("abcd", "id"), ([1.5] * 4, "id"), (PROMPT, 5), (PROMPT, "\ud800"),
@@ -553,3 +550,32 @@ def test_a_worker_killed_under_a_waiting_client(ipc_folder):
             assert client.lookup(PROMPT, f"{number}") == 0 and time.monotonic() - began < 1.0
     for path in ipc_folder.iterdir():  # what SIGKILL left
         path.unlink()
+
+
+FORK = """
+import os, sys
+sys.path[:0] = [".", "tests"]
+from test_lookup import PROMPT, FakeEngine, client_for, servers
+with servers(FakeEngine()), client_for() as client:
+    assert client.lookup(PROMPT, "id") == 4  # so that this process has its context
+    child = os.fork()
+    if not child:
+        with client_for() as its_own:
+            os._exit(its_own.lookup(PROMPT, "id"))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
+"""
+
+
+def test_a_client_made_after_a_fork():
+    subprocess.run([sys.executable, "-c", FORK], cwd=ROOT, check=True, timeout=60)
+
+
+def test_clients_and_servers_share_one_io_thread():
+    def threads():
+        return len(os.listdir("/proc/self/task"))
+
+    with servers(FakeEngine()), client_for() as client:
+        assert client.lookup(PROMPT, "id") == 4
+        before = threads()
+        with client_for() as other:
+            assert other.lookup(PROMPT, "id") == 4 and threads() == before

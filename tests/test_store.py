@@ -259,6 +259,23 @@ def test_warming_changes_no_byte(warm_bytes):
     store.close()
 
 
+@pytest.mark.parametrize("busy", [False, True])
+def test_warming_waits_for_quiet(busy, monkeypatch):
+    """Somebody takes memory during every step: from the third on, 4 MiB are ready, and it pauses before each."""
+    monkeypatch.setattr(engine, "WARM_BYTES", 8 << 20)
+    store, pauses = ChunkStore("cpu", 16 << 20, warm_bytes=0), []
+
+    class Kernel:
+        def madvise(self, *_):
+            assert not busy or store.reserve(64)
+
+    monkeypatch.setattr(engine, "_LIBC", Kernel())
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    store.warm(16 << 20, wait_for_quiet=True)
+    assert len(pauses) == (6 if busy else 0) and store._warm_end == 16 << 20
+    store.close()
+
+
 def test_threads_never_see_half_a_chunk_or_anothers():
     """8 threads put, get, pin and remove under a few keys in a small store; each read is whole and its key's."""
     store = ChunkStore("cpu", 40 * 1024, warm_bytes=0)
