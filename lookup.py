@@ -264,16 +264,15 @@ class LMCacheLookupClient:
         return counts
 
     def _receive(self, sock: zmq.Socket, deadline: float) -> int:
-        while True:
-            left_ms = int(1000 * (deadline - time.monotonic()))
-            if left_ms <= 0 or self._closed:
-                raise TimeoutError(f"within {self.config.lookup_timeout_ms} ms")
-            sock.set(zmq.RCVTIMEO, min(left_ms, POLL_MS))
-            with contextlib.suppress(zmq.Again):
-                reply = b"".join(sock.recv_multipart())
-                if len(reply) != 4:
-                    raise OSError(f"a reply of {len(reply)} bytes, not 4")
-                return int.from_bytes(reply, "big")
+        while time.monotonic() < deadline and not self._closed:
+            try:
+                frame = sock.recv(copy=False)
+            except zmq.Again:
+                continue
+            if frame.more or len(frame.bytes) != 4:
+                raise OSError(f"a reply of {len(frame.bytes)} bytes{', and more' * frame.more}, not of 4")
+            return int.from_bytes(frame.bytes, "big")
+        raise TimeoutError(f"within {self.config.lookup_timeout_ms} ms")
 
     def _connect(self) -> None:
         for path in self.paths:
@@ -281,6 +280,7 @@ class LMCacheLookupClient:
             self._sockets.append(sock)
             sock.set(zmq.LINGER, 0)
             sock.set(zmq.SNDTIMEO, 0)
+            sock.set(zmq.RCVTIMEO, min(self.config.lookup_timeout_ms, POLL_MS))
             sock.set(zmq.RECONNECT_IVL, 20)  # ms
             sock.set(zmq.RECONNECT_IVL_MAX, 500)
             sock.connect(f"ipc://{path}")
