@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, repeat
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -1033,14 +1033,17 @@ class PagedKVCache:
 
     def _widest(self, layers: list[list[torch.Tensor]]) -> torch.dtype:
         """The widest dtype that the KV can be seen as: bytes move the same, in fewer and larger steps."""
-        for layer, tensor in enumerate(tensor for tensors in layers for tensor in tensors):
+        flat = [tensor for tensors in layers for tensor in tensors]
+        for layer, tensor in enumerate(flat):
             if (found := getattr(tensor, "dtype", type(tensor))) != self.dtype:
                 raise ValueError(f"kvcaches[{layer}] is {found}, metadata.kv_dtype is {self.dtype}")
         row_bytes = self.head_dim * self.dtype.itemsize
-        for wide in (torch.int64, torch.int32, torch.int16):
+        for wide in (torch.complex128, torch.int64, torch.int32, torch.int16):  # the first is the only one of 16 bytes
             if row_bytes % wide.itemsize == 0 and wide.itemsize >= self.dtype.itemsize:
+                if any(tensor.data_ptr() % wide.itemsize for tensor in flat):
+                    continue
                 try:
-                    for tensor in (tensor for tensors in layers for tensor in tensors):
+                    for tensor in flat:
                         tensor.view(wide)
                     return wide
                 except RuntimeError:  # an offset or a stride that is not a multiple
@@ -1084,53 +1087,57 @@ class PagedKVCache:
             bad = slots[(slots < 0) | (slots >= self.num_slots)][0].item()
             raise ValueError(f"slot {bad} is not in the paged cache; allowed: 0..{self.num_slots - 1}")
 
-    def _rows(self, slots: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor] | None:
-        """The K*L tensors to index along their first axis, and the index; None where no view has slots as rows."""
-        size = self.block_size
-        if slots.numel() % size == 0:
-            blocks = slots.view(-1, size)  # [T/N, N]
-            first = blocks[:, 0]
-            if bool((blocks == first[:, None] + torch.arange(size)).all() & (first % size == 0).all()):
-                return self._block_rows, (first // size).to(self.device)
-        return (self._slot_rows, slots.to(self.device)) if self._slot_rows else None
-
     def gather(self, jobs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """For each (slots, chunk): the KV at slots (int64 [T], CPU) into chunk, [K, L, T, H*D] as bytes, our device."""
-        for source, index, target in self._steps(jobs):
-            if isinstance(index, tuple):
-                target.copy_(source[index])  # [T, H, D]
-            else:
-                torch.index_select(source, 0, index, out=target)
+        for plane, index, part in self._steps(jobs):
+            torch.ops.aten.index.Tensor_out(plane, index, out=part)  # part = plane[index], and no memory between
 
     def scatter(self, jobs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """The other way: for each (slots, chunk), the chunk to the slots."""
-        alone = self.device.type == "cpu" and torch.get_num_threads() == 1
-        for target, index, source in self._steps(jobs):
-            if isinstance(index, tuple):
-                target[index] = source
-                continue
-            if alone:  # subtle: index_copy_ goes element by element; 16 bytes a step, but then too few to share out
-                with contextlib.suppress(RuntimeError):  # an odd number of 8 bytes
-                    target, source = target.view(torch.complex128), source.view(torch.complex128)
-            target.index_copy_(0, index, source)
+        for plane, index, part in self._steps(jobs):
+            plane[index] = part
 
     def _steps(self, jobs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tuple]:
         """Plane by plane, not chunk by chunk: neighbouring reads, or writes, are a quarter faster."""
-        for same_plane in zip(*(self._pairs(slots, chunk) for slots, chunk in jobs), strict=True):
+        for same_plane in zip(*(self._batch(*stack) for stack in _side_by_side(jobs)), strict=True):
             yield from same_plane
 
-    def _pairs(self, slots: torch.Tensor, chunk: torch.Tensor) -> Iterator[tuple[torch.Tensor, Any, torch.Tensor]]:
-        """For each plane: the tensor to index, the index, and the chunk's [T, H*D] in the same shape."""
-        wide = chunk.view(self.wide)
-        found = self._rows(slots)
-        if found is None:
-            at = (slots // self.block_size).to(self.device), (slots % self.block_size).to(self.device)
-            parts = wide.view(len(self._planes_), len(slots), self.heads, -1).unbind(0)  # K*L of [T, H, D]
-            yield from ((plane, at, part) for plane, part in zip(self._planes_, parts, strict=True))
+    def _batch(self, slots: torch.Tensor, chunks: torch.Tensor) -> Iterator[tuple[torch.Tensor, Any, torch.Tensor]]:
+        """slots [C, T], chunks uint8 [C, nbytes]. For each of K*L planes: a tensor, an index, plane[index]'s place."""
+        size, planes = self.block_size, self._slot_rows
+        index: tuple[torch.Tensor, ...] = (slots,)
+        if slots.shape[1] % size == 0:
+            blocks = slots.view(len(slots), -1, size)  # [C, T/N, N]
+            first = blocks[:, :, :1]
+            if bool((blocks == first + torch.arange(size)).all() & (first % size == 0).all()):
+                planes, index = self._block_rows, (first[:, :, 0] // size,)
+        if planes is None:  # no view has slots as rows
+            planes, index = self._planes_, (slots // size, slots % size)
+        index = tuple(each.to(self.device) for each in index)
+        shape = (len(slots), len(planes), index[0].shape[1], *planes[0].shape[len(index) :])
+        parts = chunks.view(self.wide).view(shape).unbind(1)  # K*L of [C, T or T/N, ...]
+        return zip(planes, repeat(index), parts, strict=False)
+
+
+def _side_by_side(jobs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Jobs (slots [T], chunk uint8 [nbytes]) as (slots [C, T], chunks uint8 [C, nbytes]): chunks of one size that lie
+    side by side in one memory, as those of a prompt mostly do in a store, move in one step a plane."""
+    groups: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+    for slots, chunk in sorted(jobs, key=lambda job: job[1].data_ptr()):
+        first = groups[-1][0][1] if groups else None
+        if (
+            first is not None
+            and len(chunk) == len(first)
+            and chunk.data_ptr() == first.data_ptr() + len(groups[-1]) * _aligned(len(first))
+            and chunk.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        ):
+            groups[-1].append((slots, chunk))
         else:
-            rows, index = found
-            parts = wide.view(len(rows), len(index), *rows[0].shape[1:]).unbind(0)
-            yield from ((row, index, part) for row, part in zip(rows, parts, strict=True))
+            groups.append([(slots, chunk)])
+    for group in groups:
+        first = group[0][1]
+        chunks = first.as_strided((len(group), len(first)), (_aligned(len(first)), 1))
+        yield torch.stack([slots for slots, _ in group]), chunks
 
 
 def _merge(planes: list[torch.Tensor], shape: tuple[int, ...]) -> list[torch.Tensor] | None:

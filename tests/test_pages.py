@@ -4,7 +4,7 @@ import pytest
 import torch
 from toys import metadata, range_of
 
-from engine import PagedKVCache
+from engine import ALIGN_BYTES, PagedKVCache
 
 L, H, D, B, N = 3, 2, 4, 6, 4
 SHAPES = {  # layout -> shape of one tensor, and K
@@ -90,6 +90,72 @@ def test_many_chunks_at_once(layout):
     paged.scatter([(slots, ~chunk) for slots, chunk, _ in jobs])
     assert all(torch.equal(naive(kvcaches, layout, meta, slots.tolist()), ~wanted) for slots, _, wanted in jobs)
     paged.gather([])
+
+
+@pytest.mark.parametrize("starts", [[0, 1, 2, 3], [3, 2, 1, 0], [0, 2, 4, 6], [0, 1, 3, 4], [5, 1, 6, 0]], ids=str)
+@pytest.mark.parametrize("kind", ["whole blocks", "scattered", "of both"])
+@pytest.mark.parametrize("layout", SHAPES)
+def test_chunks_in_one_memory(layout, kind, starts):
+    """Side by side, the other way round, with gaps: every byte is its own chunk's, and none between them is touched."""
+    kvcaches, meta = make(layout, torch.bfloat16)
+    paged, parts = PagedKVCache(kvcaches, layout, meta), torch.randperm(B)[:4]
+    slots = (parts[:, None] * N + torch.arange(N)) if kind != "scattered" else torch.randperm(B * N)[: 4 * N].view(4, N)
+    if kind == "of both":
+        slots[2] = slots[2].flip(0)
+    wanted = [naive(kvcaches, layout, meta, row.tolist()) for row in slots]
+    size = len(wanted[0])
+    step = -(-size // ALIGN_BYTES) * ALIGN_BYTES
+    memory = torch.full((7 * step,), 0xA5, dtype=torch.uint8)
+    chunks = [memory[start * step : start * step + size] for start in starts]
+    paged.gather(list(zip(slots, chunks, strict=True)))
+    assert all(torch.equal(chunk, each) for chunk, each in zip(chunks, wanted, strict=True))
+    between = torch.ones(len(memory), dtype=torch.bool)
+    for start in starts:
+        between[start * step : start * step + size] = False
+    assert bool((memory[between] == 0xA5).all())
+    memory.bitwise_not_()
+    paged.scatter(list(zip(slots, chunks, strict=True)))
+    assert all(
+        torch.equal(naive(kvcaches, layout, meta, row.tolist()), ~each) for row, each in zip(slots, wanted, strict=True)
+    )
+
+
+def test_neighbours_that_are_not_one_memory():
+    """Two allocations that touch: no view may reach from one into the other."""
+    kvcaches, meta = make("2BNHD", torch.bfloat16)
+    paged, slots = PagedKVCache(kvcaches, "2BNHD", meta), torch.arange(2 * N).view(2, N)
+    wanted = [naive(kvcaches, "2BNHD", meta, row.tolist()) for row in slots]
+    size = len(wanted[0])
+    assert size % ALIGN_BYTES == 0
+    memory = bytearray(2 * size)
+    chunks = [torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=size) for start in (0, size)]
+    paged.gather(list(zip(slots, chunks, strict=True)))
+    assert memory == b"".join(bytes(each.tolist()) for each in wanted)
+
+
+def test_one_chunk_to_two_places():
+    """A segment that a prompt holds twice."""
+    kvcaches, meta = make("2BNHD", torch.bfloat16)
+    paged, chunk = PagedKVCache(kvcaches, "2BNHD", meta), naive(kvcaches, "2BNHD", meta, range_of(0, 4))
+    paged.scatter([(torch.tensor(range_of(8, 4)), chunk), (torch.tensor([20, 19, 18, 17]), chunk)])
+    for slots in (range_of(8, 4), [20, 19, 18, 17]):
+        assert torch.equal(naive(kvcaches, "2BNHD", meta, slots), chunk)
+
+
+@pytest.mark.parametrize("offset", [0, 2, 4, 8])
+def test_memory_that_is_not_aligned(offset):
+    """A serving engine's memory may start anywhere: it is seen in steps that its address is a multiple of."""
+    meta, kvcaches = metadata(kv_dtype=torch.bfloat16, kv_shape=(L, 2, 4, H, 8)), []
+    for _ in range(L):
+        memory = bytearray(2 * B * N * H * 8 * 2 + 16 + offset)
+        start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % 16 + offset
+        kvcaches.append(torch.frombuffer(memory, dtype=torch.bfloat16, offset=start, count=2 * B * N * H * 8))
+        kvcaches[-1].normal_()
+    kvcaches = [one.view(2, B, N, H, 8) for one in kvcaches]
+    assert all(one.data_ptr() % 16 == offset for one in kvcaches)
+    assert PagedKVCache(kvcaches, "2BNHD", meta).wide.itemsize == {0: 16, 8: 8, 4: 4, 2: 2}[offset]
+    for slots in SLOTS.values():
+        check(kvcaches, "2BNHD", meta, slots)
 
 
 @pytest.mark.parametrize("layout", ["2BNHD", "BNC"])
