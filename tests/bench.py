@@ -4,12 +4,15 @@
     $ python tests/bench.py --rounds 7 tcp      # one part: tcp, lookup, engine, growth, ttft
 
 The floor of the TCP part is a bare Python server below (FLOOR): it knows where the bytes go before they come, has
-touched the memory, and does nothing else. The floor of the engine part is torch's own index_select and index_copy_ on
-the same tensors. Machines are noisy: only the ratios within a run count.
+touched the memory, and does nothing else. The floor of the engine part is the quickest that torch has for the same
+tensors, all tokens at once and without chunks; of the lookup part, a bare ZMQ round trip. Machines are noisy: only the
+ratios within a run count. Where two threads hand work to each other, what one hand-over costs has two values, by where
+the kernel puts the threads, and a median may fall on either: see `best`, the ratio of the two quickest rounds.
 """
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import random
@@ -22,7 +25,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,11 +39,12 @@ os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
 import psutil  # noqa: E402
 import torch  # noqa: E402
 
-from engine import LMCacheEngine, LMCacheEngineConfig, LMCacheMetadata  # noqa: E402
-from lookup import LMCacheLookupClient, LMCacheLookupServer  # noqa: E402
+from engine import LMCacheEngine, LMCacheEngineConfig, LMCacheMetadata, make_token_database  # noqa: E402
+from lookup import LMCacheLookupClient, LMCacheLookupServer, context_of  # noqa: E402
 from remote_server import REPLY, REQUEST, ClientCommand, RemoteClient  # noqa: E402
 
 MIB = 1 << 20
+ROW_SECONDS = 5.0  # a row has as many rounds as fit in, up to 100, but at least --rounds
 BY_SIZE = "by size: "  # titles of the rows that the second figure shows
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -61,29 +66,30 @@ def compare(
     """Runs each system once a round, in turn; prints medians and what ours is of the others'."""
     times: dict[str, list[float]] = {name: [] for name in works}
     names = list(works)
-    for turn in range(rounds + 1):
+    turn, began = 0, time.perf_counter()
+    while turn <= rounds or (turn <= 100 and time.perf_counter() - began < ROW_SECONDS):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:  # nobody is always the first
             took = works[name]()
             if turn:  # the first round warms up
                 times[name].append(took)
+        turn += 1
     scale = {"s": 1, "ms": 1e3, "us": 1e6}[unit]
     median = {name: statistics.median(values) * scale for name, values in times.items()}
-    row: dict[str, Any] = {"title": title, "unit": unit, "targets": targets, "rounds": rounds}
+    row: dict[str, Any] = {"title": title, "unit": unit, "targets": targets, "rounds": turn - 1}
     for name, values in times.items():
         row[name] = {"median": median[name], "min": min(values) * scale, "max": max(values) * scale}
     row["lmcache/ours"] = median["lmcache"] / median["ours"] if "lmcache" in median else None
     row["floor/ours"] = median["floor"] / median["ours"] if "floor" in median else None
+    row["best"] = min(times["floor"]) / min(times["ours"]) if "floor" in median else None
     ROWS.append(row)
     cells = [f"{median[name]:10.3f}" if name in median else " " * 10 for name in ("ours", "lmcache", "floor")]
-    ratios = [f"{row[key]:7.2f}" if row[key] else " " * 7 for key in ("lmcache/ours", "floor/ours")]
+    ratios = [f"{row[key]:7.2f}" if row[key] else " " * 7 for key in ("lmcache/ours", "floor/ours", "best")]
     print(f"{title:52} {unit:>2} {' '.join(cells)} {' '.join(ratios)}  {targets}", flush=True)
 
 
 def heading(text: str) -> None:
-    print(
-        f"\n{text}\n{'':52}    {'ours':>10} {'LMCache':>10} {'floor':>10} {'LMC/us':>7} {'fl/us':>7}  target",
-        flush=True,
-    )
+    names = f"{'ours':>10} {'LMCache':>10} {'floor':>10} {'LMC/us':>7} {'fl/us':>7} {'best':>7}  target"
+    print(f"\n{text}\n{'':52}    {names}", flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -319,10 +325,10 @@ def bench_own_clients(rounds: int) -> None:
     )  # 16 KiB a chunk
     data = bytes(16 << 10)
     with ExitStack() as stack:
-        ours, theirs = (stack.enter_context(server(kind)) for kind in ("ours", "lmcache"))
-        client = stack.enter_context(RemoteClient(f"lm://127.0.0.1:{ours}"))
+        ports = {kind: stack.enter_context(server(kind)) for kind in ("ours", "lmcache", "floor")}
+        client = stack.enter_context(RemoteClient(f"lm://127.0.0.1:{ports['ours']}"))
         metadata = peer.LMCacheMetadata(**facts)
-        on_ours, on_theirs = (stack.enter_context(peer.connector(port, metadata)) for port in (ours, theirs))
+        on = {kind: stack.enter_context(peer.connector(port, metadata)) for kind, port in ports.items()}
 
         def put_exists(connector: Any) -> float:
             def work() -> None:
@@ -331,14 +337,14 @@ def bench_own_clients(rounds: int) -> None:
 
             return min(seconds(work) for _ in range(3))
 
-        works = {"ours": lambda: put_exists(on_ours), "lmcache": lambda: put_exists(on_theirs)}
+        works = {kind: partial(put_exists, connector) for kind, connector in on.items()}
         compare("PUT 16 KiB then EXIST, LMCache's client", works, rounds, ">=100x")
         texts = [key.to_string() for key in keys]
         for text in texts:
             client.put(text, data)
         works = {
             "ours": lambda: seconds(lambda: client.exists_many(texts)),
-            "lmcache": lambda: seconds(lambda: [on_theirs.exists_sync(key) for key in keys]),
+            "lmcache": lambda: seconds(lambda: [on["lmcache"].exists_sync(key) for key in keys]),
         }
         compare("512 chunks: are they there?", works, rounds, ">=20x")
 
@@ -374,105 +380,143 @@ class PlaneConnector:
 # Lookup, from a list or a tensor of tokens to the count, real engines behind it
 
 
-def bench_lookup(rounds: int) -> None:
+def peer_metadata(metadata: LMCacheMetadata) -> Any:
+    import lmcache_peer as peer
+
+    return peer.LMCacheMetadata(**{name: getattr(metadata, name) for name in metadata.__dataclass_fields__})
+
+
+@contextmanager
+def lookup_workers(metadata: LMCacheMetadata, hashes: dict[str, list[int]]) -> Iterator[dict[str, Any]]:
+    """The workers' end: both engines, holding chunks under these hashes, their lookup servers, and the floor's."""
     import lmcache_peer as peer
     import zmq
 
-    heading("Lookup, real engine behind it")
+    context, stop = context_of(os.getpid()), threading.Event()
+
+    def echo() -> None:
+        with context.socket(zmq.ROUTER) as sock:
+            sock.set(zmq.RCVTIMEO, 100)
+            sock.bind(f"ipc://{os.environ['VLLM_RPC_BASE_PATH']}/{metadata.engine_id}")
+            while not stop.is_set():
+                with suppress(zmq.Again):
+                    frames = sock.recv_multipart()
+                    sock.send_multipart([*frames[:2], bytes(4)])
+
+    with ExitStack() as stack:
+        thread = threading.Thread(target=echo)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(stop.set)
+        pages = [torch.zeros(2, 8192, 16, 1, 8, dtype=torch.bfloat16)]
+        ours = stack.enter_context(LMCacheEngine(LMCacheEngineConfig(max_local_cpu_size=0.1), metadata))
+        ours.register_kv_caches(pages, "2BNHD")
+        stack.enter_context(LMCacheLookupServer(ours, metadata))
+        config, its_metadata = peer.config(chunk_size=256, max_local_cpu_size=0.1), peer_metadata(metadata)
+        theirs = stack.enter_context(peer.engine(config, its_metadata, pages))
+        theirs.gpu_connector = PlaneConnector(pages)
+        stack.enter_context(peer.lookup_servers([(theirs, its_metadata)]))
+        engines = {"ours": ours, "lmcache": theirs}
+        for kind, engine in engines.items():
+            slots = torch.arange(256 * len(hashes[kind]))
+            engine.store(hashes=hashes[kind], offsets=[256] * len(hashes[kind]), slot_mapping=slots)
+        yield engines
+
+
+def far_workers(metadata: LMCacheMetadata, hashes: dict[str, list[int]], ready: Any, stop: Any) -> None:
+    with lookup_workers(metadata, hashes):
+        ready.set()
+        stop.wait()
+
+
+@contextmanager
+def lookup_clients(metadata: LMCacheMetadata) -> Iterator[dict[str, Any]]:
+    """The scheduler's end: both clients, and a bare socket to the floor's server."""
+    import lmcache_peer as peer
+    import zmq
+
+    with ExitStack() as stack:
+        bare = stack.enter_context(context_of(os.getpid()).socket(zmq.REQ))
+        bare.connect(f"ipc://{os.environ['VLLM_RPC_BASE_PATH']}/{metadata.engine_id}")
+        ours = stack.enter_context(LMCacheLookupClient(LMCacheEngineConfig(), metadata))
+        theirs = stack.enter_context(peer.lookup_client(peer.config(chunk_size=256), peer_metadata(metadata)))
+        yield {"ours": ours, "lmcache": theirs, "floor": bare}
+
+
+def end_to_end(client: Any, prompt: Any, count: int, unpin: Callable[[str], Any] | None) -> float:
+    total = 0.0
+    for _ in range(count):
+        total += seconds(lambda: client.lookup(prompt, "bench"))
+        if unpin is not None:
+            unpin("bench")
+    return total / count
+
+
+def bench_short_lookup(title: str, clients: dict[str, Any], unpins: dict[str, Any], prompt: Any, rounds: int) -> None:
+    frames = clients["ours"]._frames(prompt, "bench", None)
+
+    def trips() -> float:
+        def work() -> None:
+            for _ in range(50):
+                clients["floor"].send_multipart(frames)
+                clients["floor"].recv()
+
+        return seconds(work) / 50
+
+    kinds = ("ours", "lmcache")
+    assert [clients[kind].lookup(prompt, "check") for kind in kinds] == [len(prompt)] * 2
+    works: dict[str, Any] = {kind: partial(end_to_end, clients[kind], prompt, 50, unpins.get(kind)) for kind in kinds}
+    compare(title, works | {"floor": trips}, rounds, ">=1.1x, >=0.8", "us")
+
+
+def bench_lookup(rounds: int) -> None:
+    import lmcache_peer as peer
+
+    heading("Lookup, real engine behind it; scheduler and worker in one process")
     tokens = [random.randrange(49_000) for _ in range(131_072)]
-    tensor = torch.tensor(tokens)
-    metadata = LMCacheMetadata("bench", 1, 1, 0, 0, torch.bfloat16, (1, 2, 256, 1, 8), engine_id=f"bench{os.getpid()}")
+    near = LMCacheMetadata("bench", 1, 1, 0, 0, torch.bfloat16, (1, 2, 256, 1, 8), engine_id=f"near{os.getpid()}")
+    far = replace(near, engine_id=f"far{os.getpid()}")
+    theirs = peer.token_database.ChunkedTokenDatabase(peer.config(chunk_size=256), peer_metadata(near))
+    databases = {"ours": make_token_database(LMCacheEngineConfig(), near), "lmcache": theirs}
+    hashes = {kind: peer.spans(database, tokens)[0] for kind, database in databases.items()}
+    offsets = [256] * 512
     with ExitStack() as stack:
         os.environ["VLLM_RPC_BASE_PATH"] = stack.enter_context(tempfile.TemporaryDirectory())
-        engine = stack.enter_context(LMCacheEngine(LMCacheEngineConfig(max_local_cpu_size=0.1), metadata))
-        engine.register_kv_caches([torch.zeros(2, 8192, 16, 1, 8, dtype=torch.bfloat16)], "2BNHD")
-        engine.store(tokens, slot_mapping=range(len(tokens)))
-        stack.enter_context(LMCacheLookupServer(engine, metadata))
-        client = stack.enter_context(LMCacheLookupClient(engine.config, metadata))
-        facts = {name: getattr(metadata, name) for name in metadata.__dataclass_fields__}
-        theirs_config = peer.config(chunk_size=256, max_local_cpu_size=0.1)
-        theirs_metadata = peer.LMCacheMetadata(**facts)
-        pages = [torch.zeros(2, 8192, 16, 1, 8, dtype=torch.bfloat16)]
-        theirs = stack.enter_context(peer.engine(theirs_config, theirs_metadata, pages))
-        theirs.gpu_connector = PlaneConnector(pages)
-        peer.LMCacheEngine.store(theirs, tensor, slot_mapping=torch.arange(len(tokens)))
-        stack.enter_context(peer.lookup_servers([(theirs, theirs_metadata)]))
-        theirs_client = stack.enter_context(peer.lookup_client(theirs_config, theirs_metadata))
+        engines = stack.enter_context(lookup_workers(near, hashes))
+        clients = stack.enter_context(lookup_clients(near))
 
-        spans = engine.token_database.process_tokens(tokens)
-        hashes, offsets = [span[2] for span in spans], [256] * len(spans)
-        their_hashes = [span[2] for span in theirs.token_database.process_tokens(tokens, make_key=False)]
-
-        def pinned(which: Any, names: list[int], unpin: bool) -> float:
+        def pinned(kind: str, unpin: bool) -> float:
+            which, names = engines[kind], hashes[kind]
             look = seconds(lambda: which.lookup(hashes=names, offsets=offsets, lookup_id="bench", pin=True))
             release = seconds(lambda: which.lookup_unpin("bench"))
             return release if unpin else look
 
         for title, unpin in (("engine.lookup(pin=True), 512 chunks", False), ("engine.lookup_unpin, 512 chunks", True)):
-            works = {
-                "ours": lambda unpin=unpin: pinned(engine, hashes, unpin),
-                "lmcache": lambda unpin=unpin: pinned(theirs, their_hashes, unpin),
-            }
-            compare(title, works, 5 * rounds, ">=15x", "us")
-
-        def end_to_end(which: Any, owner: Any, prompt: Any, count: int) -> float:
-            total = 0.0
-            for _ in range(count):
-                total += seconds(lambda: which.lookup(prompt, "bench"))
-                owner.lookup_unpin("bench")
-            return total / count
-
-        for name, prompt, count, target in (
-            ("list of 131,072 tokens", tokens, 5, ">=1.8x"),
-            ("tensor of 131,072 tokens", tensor, 5, ">=4x"),
+            compare(title, {kind: partial(pinned, kind, unpin) for kind in engines}, rounds, ">=15x", "us")
+        unpins = {kind: engine.lookup_unpin for kind, engine in engines.items()}
+        for name, prompt, target in (
+            ("list of 131,072 tokens", tokens, ">=1.8x"),
+            ("tensor of 131,072 tokens", torch.tensor(tokens), ">=4x"),
         ):
-            assert client.lookup(prompt, "check") == theirs_client.lookup(prompt, "check") == len(tokens)
-            works = {
-                "ours": lambda prompt=prompt, count=count: end_to_end(client, engine, prompt, count),
-                "lmcache": lambda prompt=prompt, count=count: end_to_end(theirs_client, theirs, prompt, count),
-            }
+            assert [clients[kind].lookup(prompt, "check") for kind in engines] == [len(tokens)] * 2
+            works = {kind: partial(end_to_end, clients[kind], prompt, 5, unpins[kind]) for kind in engines}
             compare(f"lookup end to end, {name}", works, rounds, target)
-        # Two contexts, as in two processes.
-        with zmq.Context() as near, zmq.Context() as far, near.socket(zmq.REQ) as ask, far.socket(zmq.ROUTER) as answer:
-            stop = threading.Event()
-            answer.set(zmq.RCVTIMEO, 100)
-            answer.bind(f"ipc://{os.environ['VLLM_RPC_BASE_PATH']}/bare")
-            ask.connect(f"ipc://{os.environ['VLLM_RPC_BASE_PATH']}/bare")
-
-            def echo() -> None:
-                while not stop.is_set():
-                    try:
-                        frames = answer.recv_multipart()
-                        answer.send_multipart([*frames[:2], bytes(4)])
-                    except zmq.Again:
-                        continue
-
-            thread = threading.Thread(target=echo)
-            thread.start()
-            frames = client._frames(tokens[:256], "bench", None)
-
-            def bare() -> float:
-                def trips() -> None:
-                    for _ in range(100):
-                        ask.send_multipart(frames)
-                        ask.recv()
-
-                return seconds(trips) / 100
-
-            works = {
-                "ours": lambda: end_to_end(client, engine, tokens[:256], 100),
-                "lmcache": lambda: end_to_end(theirs_client, theirs, tokens[:256], 100),
-                "floor": bare,
-            }
-            compare("lookup end to end, 256 tokens", works, 3 * rounds, ">=1.1x, >=0.8", "us")
-            stop.set()
-            thread.join()
+        bench_short_lookup("lookup end to end, 256 tokens", clients, unpins, tokens[:256], rounds)
         for count in (8, 64, 512):
-            short = tokens[: 256 * count]
-            took = statistics.median(end_to_end(client, engine, short, 10) for _ in range(rounds))
-            print(
-                f"{'':4}lookup of {count} chunks: {took * 1e6:.0f} us, {took * 1e6 / count:.2f} us a chunk", flush=True
-            )
+            prompt = tokens[: 256 * count]
+            took = statistics.median(end_to_end(clients["ours"], prompt, 10, unpins["ours"]) for _ in range(rounds))
+            print(f"{'':4}lookup of {count} chunks: {took * 1e6:.0f} us, {took * 1e6 / count:.2f} us a chunk")
+    with ExitStack() as stack:  # after the first: LMCache's client terminates zmq.Context.instance() when it is closed
+        os.environ["VLLM_RPC_BASE_PATH"] = stack.enter_context(tempfile.TemporaryDirectory())
+        spawn = multiprocessing.get_context("spawn")
+        ready, stop = spawn.Event(), spawn.Event()
+        worker = spawn.Process(target=far_workers, args=(far, hashes, ready, stop))
+        worker.start()
+        stack.callback(worker.join)
+        stack.callback(stop.set)
+        assert ready.wait(120)
+        clients = stack.enter_context(lookup_clients(far))
+        bench_short_lookup("lookup end to end, 256 tokens, two processes", clients, {}, tokens[:256], rounds)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -520,11 +564,14 @@ def bench_engine(rounds: int) -> None:
             def work() -> None:
                 for layer in range(layers):
                     for kv in range(2):
-                        kept = out[layer, kv].view(len(index), -1)
-                        if back:
-                            rows(layer, kv, by_block).index_copy_(0, index, kept)
-                        else:
-                            torch.index_select(rows(layer, kv, by_block), 0, index, out=kept)
+                        plane = rows(layer, kv, by_block).view(torch.complex128)  # 16 bytes a step
+                        kept = out[layer, kv].view(len(index), -1).view(torch.complex128)
+                        if back:  # a third to a half quicker than index_copy_
+                            plane[index] = kept
+                        elif by_block:
+                            torch.index_select(plane, 0, index, out=kept)
+                        else:  # a tenth quicker than index_select
+                            torch.ops.aten.index.Tensor_out(plane, [index], out=kept)
 
             return seconds(work)
 
