@@ -239,7 +239,10 @@ class LMCacheLookupClient:
             return [self._encode(ids), *tail] if ids else []
         spans = self.token_database.process_tokens(token_ids)
         hashes, lengths = [span[2] for span in spans], [end - start for start, end, _ in spans]
-        return [self._encode(hashes), self._encode(lengths), *tail] if spans else []
+        try:
+            return [self._encode(hashes), self._encode(lengths), *tail] if spans else []
+        except (TypeError, OverflowError) as error:  # of a token database of the user's own
+            raise ValueError(f"chunk hashes must be ints of at most 64 bits or bytes: {error}") from error
 
     def _ask(self, frames: Sequence[bytes], deadline: float) -> list[int]:
         """Every rank's answer; fewer where one did not come in time."""

@@ -543,9 +543,8 @@ def bench_engine(rounds: int) -> None:
     with ExitStack() as stack:
         engine = stack.enter_context(LMCacheEngine(LMCacheEngineConfig(max_local_cpu_size=1.0), metadata))
         engine.register_kv_caches(pages, "2BNHD")
-        facts = {name: getattr(metadata, name) for name in metadata.__dataclass_fields__}
         config = lmcache_peer.config(chunk_size=256, max_local_cpu_size=2.0)
-        peer = stack.enter_context(lmcache_peer.engine(config, lmcache_peer.LMCacheMetadata(**facts), pages))
+        peer = stack.enter_context(lmcache_peer.engine(config, peer_metadata(metadata), pages))
         peer.gpu_connector = PlaneConnector(pages)
         tensor = torch.tensor(tokens)
 
@@ -621,22 +620,14 @@ def bench_growth(rounds: int) -> None:
     from engine import ChunkStore
 
     print("\nHow cost grows")
-    code = (
-        "import sys, threading; sys.path.insert(0, '.'); from remote_server import LMCacheServer\n"
-        "s = LMCacheServer('127.0.0.1', 0, max_bytes=1 << 30); print(s.port, flush=True); s.run()"
-    )
     payload, commands = 64, (ClientCommand.EXIST, ClientCommand.GET)
     with ExitStack() as stack:
         cpus = os.sched_getaffinity(0)
         os.sched_setaffinity(0, {min(cpus)})  # both servers too: else who sits where, 20 or 60 us, hides the rest
         stack.callback(os.sched_setaffinity, 0, cpus)
-        pids, clients = {}, {}
-        for count in (1000, 1_000_000):
-            process = stack.enter_context(
-                subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
-            )
-            stack.callback(process.kill)
-            pids[count], clients[count] = process.pid, Bare(int(process.stdout.readline()))  # type: ignore[union-attr]
+        # 256 MiB: touched before the server listens, so that what grows afterwards is not the payload.
+        ports = {count: stack.enter_context(server("ours", 256 * MIB)) for count in (1000, 1_000_000)}
+        clients = {count: Bare(port) for count, port in ports.items()}
 
         def fill(client: Bare, last: int) -> None:
             body = b"\1" * payload
@@ -654,9 +645,9 @@ def bench_growth(rounds: int) -> None:
 
         for count, client in clients.items():
             fill(client, 1000)
-            before = resident_bytes(pids[count])
+            before = resident_bytes(server_pid(ports[count]))
             fill(client, count)
-        each = (resident_bytes(pids[count]) - before) / (count - 1000) - payload
+        each = (resident_bytes(server_pid(ports[count])) - before) / (count - 1000)
         for command in commands:
             pairs = [[p50(command, count) for count in clients] for _ in range(20 * rounds)]
             few, many = (statistics.median(values) for values in zip(*pairs, strict=True))

@@ -142,6 +142,9 @@ def test_hashes_of_every_kind(hashes):
         engine.store(hashes=hashes, offsets=[4, 4], slot_mapping=range_of(0, 8))
         client.token_database.process_tokens = lambda _: [(0, 4, hashes[0]), (4, 8, hashes[1])]  # type: ignore
         assert client.lookup([], "id") == engine.lookup(hashes=hashes, offsets=[4, 4]) == 8
+        client.token_database.process_tokens = lambda _: [(0, 4, 2**64)]  # type: ignore
+        with pytest.raises(ValueError, match="hashes"):
+            client.lookup([], "id")
 
 
 @pytest.mark.parametrize("arguments", [("abcd", "id"), ([1.5] * 4, "id"), (PROMPT, 5), (PROMPT, "\ud800"),
