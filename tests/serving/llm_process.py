@@ -1,4 +1,4 @@
-"""A vLLM in a process of its own, driven by JSON lines: for tests/serving and tests/bench_vllm.py.
+"""A vLLM in a process of its own, driven by JSON lines: for tests/serving and bench/bench_vllm.py.
 
     with LLMProcess(model, log, dtype="float32", connector={"remote_url": "lm://127.0.0.1:8080"}) as llm:
         (answer,) = llm.generate([prompt_ids], max_tokens=16)      # {"tokens": [...], "cached": 640, "ttft": 0.1}

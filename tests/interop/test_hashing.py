@@ -46,7 +46,7 @@ def in_another_process(algorithm, seed):
     env = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
     env |= {"PYTHONHASHSEED": seed} if seed else {}
     command = [sys.executable, "-c", SCRIPT, algorithm, *map(str, PROMPT)]
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     return subprocess.run(command, env=env, cwd=root, capture_output=True, text=True)
 
 

@@ -2,7 +2,7 @@
 
 `make test` runs the short profile, the same examples every time; `make fuzz` runs some 10 minutes of new ones:
 
-    $ pytest tests/test_fuzz.py --hypothesis-profile=long
+    $ pytest tests/fuzz --hypothesis-profile=long
 
 The profiles are in conftest.py.
 """

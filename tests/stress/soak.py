@@ -1,8 +1,8 @@
 """The long runs: many clients, evictions, faults, churn, every byte checked. `make soak`; a failure is exit status 1.
 
-    $ python tests/soak.py                                      # some 17 minutes: 60 s each, churn 10 minutes
-    $ python tests/soak.py --seconds 5 --churn-seconds 20       # shorter
-    $ python tests/soak.py --only mixed_clients --seconds 300   # one of them
+    $ python tests/stress/soak.py                                      # some 17 minutes: 60 s each, churn 10 minutes
+    $ python tests/stress/soak.py --seconds 5 --churn-seconds 20       # shorter
+    $ python tests/stress/soak.py --only mixed_clients --seconds 300   # one of them
 
 test_soak_short.py runs each for a few seconds.
 """
@@ -24,7 +24,8 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for the script: the modules are a folder up
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the script: where toys.py is
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # and the four modules
 
 import psutil
 import torch

@@ -1,7 +1,7 @@
 """bench.py - ours, LMCache 0.3.14 and the physical floor, side by side in one run: interleaved rounds, medians.
 
     $ make bench                                # all of it, about 7 minutes; tables, bench.json, figures
-    $ python tests/bench.py --rounds 7 tcp      # one part: tcp, lookup, engine, growth, ttft
+    $ python bench/bench.py --rounds 7 tcp      # one part: tcp, lookup, engine, growth, ttft
 
 The floor of the TCP part is a bare Python server below (FLOOR): it knows where the bytes go before they come, has
 touched the memory, and does nothing else. The floor of the engine part is the quickest that torch has for the same
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "interop")]
 os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
 os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
 
@@ -315,7 +315,7 @@ def bench_first_bytes(rounds: int) -> None:
 
 def bench_own_clients(rounds: int) -> None:
     """Each system's own client; LMCache's also on our server."""
-    import lmcache_peer as peer  # tests/lmcache_peer.py
+    import lmcache_peer as peer  # tests/interop/lmcache_peer.py
 
     heading("Each system's own client")
     facts = peer.world(dtype=torch.bfloat16)[0]
@@ -733,7 +733,7 @@ def bench_ttft(rounds: int) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The two figures of the README
+# The two figures of docs/BENCH.md
 
 
 def draw(folder: Path) -> None:
