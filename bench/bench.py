@@ -1,13 +1,15 @@
-"""bench.py - ours, LMCache 0.3.14 and the physical floor, side by side in one run: interleaved rounds, medians.
+"""bench.py - ours, LMCache 0.3.14 and the physical floor, side by side in one run: interleaved
+rounds, medians.
 
-    $ make bench                                # all of it, about 7 minutes; tables, bench.json, figures
-    $ python bench/bench.py --rounds 7 tcp      # one part: tcp, lookup, engine, growth, ttft
+    $ make bench                              # all of it, about 7 minutes; tables, figures
+    $ python bench/bench.py --rounds 7 tcp    # one part: tcp, lookup, engine, growth, ttft
 
-The floor of the TCP part is a bare Python server below (FLOOR): it knows where the bytes go before they come, has
-touched the memory, and does nothing else. The floor of the engine part is the quickest that torch has for the same
-tensors, all tokens at once and without chunks; of the lookup part, a bare ZMQ round trip. Machines are noisy: only the
-ratios within a run count. Where two threads hand work to each other, what one hand-over costs has two values, by where
-the kernel puts the threads, and a median may fall on either: see `best`, the ratio of the two quickest rounds.
+The floor of the TCP part is a bare Python server below (FLOOR): it knows where the bytes go before
+they come, has touched the memory, and does nothing else. The floor of the engine part is the
+quickest that torch has for the same tensors, all tokens at once and without chunks; of the lookup
+part, a bare ZMQ round trip. Machines are noisy: only the ratios within a run count. Where two
+threads hand work to each other, what one hand-over costs has two values, by where the kernel puts
+the threads, and a median may fall on either: see `best`, the ratio of the two quickest rounds.
 """
 
 import argparse
@@ -47,7 +49,7 @@ MIB = 1 << 20
 ROW_SECONDS = 5.0  # a row has as many rounds as fit in, up to 100, but at least --rounds
 BY_SIZE = "by size: "  # titles of the rows that the second figure shows
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Rounds, medians, ratios
 
 Rows = list[dict[str, Any]]
@@ -61,14 +63,20 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def compare(
-    title: str, works: dict[str, Callable[[], float]], rounds: int, targets: str = "", unit: str = "ms"
+    title: str,
+    works: dict[str, Callable[[], float]],
+    rounds: int,
+    targets: str = "",
+    unit: str = "ms",
 ) -> None:
     """Runs each system once a round, in turn; prints medians and what ours is of the others'."""
     times: dict[str, list[float]] = {name: [] for name in works}
     names = list(works)
     turn, began = 0, time.perf_counter()
     while turn <= rounds or (turn <= 100 and time.perf_counter() - began < ROW_SECONDS):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:  # nobody is always the first
+        for name in (
+            names[turn % len(names) :] + names[: turn % len(names)]
+        ):  # nobody is always the first
             took = works[name]()
             if turn:  # the first round warms up
                 times[name].append(took)
@@ -82,17 +90,25 @@ def compare(
     row["floor/ours"] = median["floor"] / median["ours"] if "floor" in median else None
     row["best"] = min(times["floor"]) / min(times["ours"]) if "floor" in median else None
     ROWS.append(row)
-    cells = [f"{median[name]:10.3f}" if name in median else " " * 10 for name in ("ours", "lmcache", "floor")]
-    ratios = [f"{row[key]:7.2f}" if row[key] else " " * 7 for key in ("lmcache/ours", "floor/ours", "best")]
+    cells = [
+        f"{median[name]:10.3f}" if name in median else " " * 10
+        for name in ("ours", "lmcache", "floor")
+    ]
+    ratios = [
+        f"{row[key]:7.2f}" if row[key] else " " * 7
+        for key in ("lmcache/ours", "floor/ours", "best")
+    ]
     print(f"{title:52} {unit:>2} {' '.join(cells)} {' '.join(ratios)}  {targets}", flush=True)
 
 
 def heading(text: str) -> None:
-    names = f"{'ours':>10} {'LMCache':>10} {'floor':>10} {'LMC/us':>7} {'fl/us':>7} {'best':>7}  target"
+    names = (
+        f"{'ours':>10} {'LMCache':>10} {'floor':>10} {'LMC/us':>7} {'fl/us':>7} {'best':>7}  target"
+    )
     print(f"\n{text}\n{'':52}    {names}", flush=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # TCP: three servers, one bare client
 
 FLOOR = r"""
@@ -129,7 +145,8 @@ def serve(sock):
             while sent < length:
                 sent += sock.send(view[sent:])
         else:
-            sock.sendall(REPLY.pack(200 if command == 5 or key in chunks else 400, 0, 1, 2, 0, 0, 0, 0, 0))
+            status = 200 if command == 5 or key in chunks else 400
+            sock.sendall(REPLY.pack(status, 0, 1, 2, 0, 0, 0, 0, 0))
 listener = socket.create_server(("127.0.0.1", 0))
 print(listener.getsockname()[1], flush=True)
 while True:
@@ -151,10 +168,14 @@ def server(kind: str, max_bytes: int = 3 << 30, warm: bool = True) -> Iterator[i
         "lmcache": ["-m", "lmcache.v1.server", "127.0.0.1", str(port)],
         "floor": ["-c", FLOOR, str(max_bytes)],
     }[kind]
-    process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     try:
         if kind == "ours":
-            port = int(re.search(rb"listening on lm://127.0.0.1:(\d+)", process.stderr.readline())[1])  # type: ignore
+            port = int(
+                re.search(rb"listening on lm://127.0.0.1:(\d+)", process.stderr.readline())[1]
+            )  # type: ignore
         elif kind == "floor":
             port = int(process.stdout.readline())  # type: ignore[union-attr]
         threading.Thread(target=process.stderr.read, daemon=True).start()  # type: ignore[union-attr]
@@ -241,7 +262,10 @@ def bench_tcp(rounds: int) -> None:
             client = clients[kind][0]
             client.put(key_of(1), size)
             client.ask(ClientCommand.EXIST, key_of(1))
-            return seconds(lambda: [client.ask(ClientCommand.GET, key_of(1)) for _ in range(count)]) / count
+            return (
+                seconds(lambda: [client.ask(ClientCommand.GET, key_of(1)) for _ in range(count)])
+                / count
+            )
 
         def asks(kind: str, command: int, count: int, connections: int) -> float:
             def work(index: int) -> None:
@@ -250,21 +274,44 @@ def bench_tcp(rounds: int) -> None:
 
             return in_threads(connections, work) / (count * connections)
 
-        def add(title: str, work: Callable[..., float], *args: Any, targets: str = "", unit: str = "ms") -> None:
-            compare(title, {kind: lambda kind=kind: work(kind, *args) for kind in kinds}, rounds, targets, unit)
+        def add(
+            title: str, work: Callable[..., float], *args: Any, targets: str = "", unit: str = "ms"
+        ) -> None:
+            compare(
+                title,
+                {kind: lambda kind=kind: work(kind, *args) for kind in kinds},
+                rounds,
+                targets,
+                unit,
+            )
 
         for connections in (1, 4):
             text = f"PUT 32 MiB, {connections} connection{'s' * (connections > 1)}"
             add(text, puts, 32 * MIB, 8 // connections, connections, False, targets=">=3x, >=0.95")
-        for name, size, count, target in (("4 MiB", 4 * MIB, 16, ">=2x"), ("256 KiB", MIB // 4, 64, ">=1.2x")):
+        for name, size, count, target in (
+            ("4 MiB", 4 * MIB, 16, ">=2x"),
+            ("256 KiB", MIB // 4, 64, ">=1.2x"),
+        ):
             add(f"PUT {name}, new keys", puts, size, count, 1, True, targets=f"{target}, >=0.9")
         for name, size, count in (("32 MiB", 32 * MIB, 4), ("4 MiB", 4 * MIB, 16)):
             add(f"GET {name}", gets, size, count, targets=">=1x, >=0.97")
         add("GET 256 KiB", gets, MIB // 4, 64)
         add("GET 4 KiB", gets, 4096, 20, targets=">=400x, >=0.83", unit="us")
         for command in (ClientCommand.EXIST, ClientCommand.HEALTH):
-            add(f"{command.name}, 4 connections", asks, command, 500, 4, targets=">=1.4x, >=0.9", unit="us")
-        add("EXIST p99 beside 3 bulk connections", lambda kind: p99_beside_bulk(clients[kind]), targets=">=4x, >=0.67")
+            add(
+                f"{command.name}, 4 connections",
+                asks,
+                command,
+                500,
+                4,
+                targets=">=1.4x, >=0.9",
+                unit="us",
+            )
+        add(
+            "EXIST p99 beside 3 bulk connections",
+            lambda kind: p99_beside_bulk(clients[kind]),
+            targets=">=4x, >=0.67",
+        )
         for size in (4096, 16384, 65536, MIB // 4, MIB, 4 * MIB, 16 * MIB, 32 * MIB):
             count = max(4, min(64, 32 * MIB // size))
             add(f"{BY_SIZE}PUT {size} bytes", puts, size, count, 1, False)
@@ -282,7 +329,10 @@ def p99_beside_bulk(clients: list[Bare]) -> float:
             client.put(key_of(number), 32 * MIB)
             client.ask(ClientCommand.GET, key_of(number))
 
-    threads = [threading.Thread(target=bulk, args=(client, 500 + n)) for n, client in enumerate(clients[1:])]
+    threads = [
+        threading.Thread(target=bulk, args=(client, 500 + n))
+        for n, client in enumerate(clients[1:])
+    ]
     for thread in threads:
         thread.start()
     for _ in range(300):
@@ -296,7 +346,10 @@ def p99_beside_bulk(clients: list[Bare]) -> float:
 
 def bench_first_bytes(rounds: int) -> None:
     """PUT of new keys into a server that has just started and holds nothing."""
-    for name, size, count, target in (("4 MiB", 4 * MIB, 32, ">=2x"), ("256 KiB", MIB // 4, 256, ">=1.2x")):
+    for name, size, count, target in (
+        ("4 MiB", 4 * MIB, 32, ">=2x"),
+        ("256 KiB", MIB // 4, 256, ">=1.2x"),
+    ):
 
         def work(kind: str, size: int = size, count: int = count) -> float:
             with server(kind, 1 << 30, warm=False) as port:
@@ -310,7 +363,12 @@ def bench_first_bytes(rounds: int) -> None:
                 return seconds(puts) / count
 
         works = {kind: lambda kind=kind: work(kind) for kind in ("ours", "lmcache", "floor")}
-        compare(f"PUT {name}, first {size * count // MIB} MiB into an empty server", works, rounds, f"{target}, >=0.9")
+        compare(
+            f"PUT {name}, first {size * count // MIB} MiB into an empty server",
+            works,
+            rounds,
+            f"{target}, >=0.9",
+        )
 
 
 def bench_own_clients(rounds: int) -> None:
@@ -321,14 +379,20 @@ def bench_own_clients(rounds: int) -> None:
     facts = peer.world(dtype=torch.bfloat16)[0]
     shape, keys = (
         (2, 2, 4, 512),
-        [peer.CacheEngineKey(facts["model_name"], 1, 0, number + 1, torch.bfloat16) for number in range(512)],
+        [
+            peer.CacheEngineKey(facts["model_name"], 1, 0, number + 1, torch.bfloat16)
+            for number in range(512)
+        ],
     )  # 16 KiB a chunk
     data = bytes(16 << 10)
     with ExitStack() as stack:
         ports = {kind: stack.enter_context(server(kind)) for kind in ("ours", "lmcache")}
         client = stack.enter_context(RemoteClient(f"lm://127.0.0.1:{ports['ours']}"))
         metadata = peer.LMCacheMetadata(**facts)
-        on = {kind: stack.enter_context(peer.connector(port, metadata)) for kind, port in ports.items()}
+        on = {
+            kind: stack.enter_context(peer.connector(port, metadata))
+            for kind, port in ports.items()
+        }
 
         def put_exists(connector: Any) -> float:
             def work() -> None:
@@ -337,7 +401,9 @@ def bench_own_clients(rounds: int) -> None:
 
             return min(seconds(work) for _ in range(3))
 
-        works = {kind: partial(put_exists, connector) for kind, connector in on.items()}  # the floor would stall too
+        works = {
+            kind: partial(put_exists, connector) for kind, connector in on.items()
+        }  # the floor would stall too
         compare("PUT 16 KiB then EXIST, LMCache's client", works, rounds, ">=100x")
         texts = [key.to_string() for key in keys]
         for text in texts:
@@ -349,48 +415,61 @@ def bench_own_clients(rounds: int) -> None:
         compare("512 chunks: are they there?", works, rounds, ">=20x")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # LMCache's engine on a CPU
 
 
 class PlaneConnector:
-    """What LMCache's CUDA kernels do, as well as plain torch can on a CPU: 16 bytes at a time, plane by plane."""
+    """What LMCache's CUDA kernels do, as well as plain torch can on a CPU: 16 bytes at a time,
+    plane by plane."""
 
     load_stream = None
 
     def __init__(self, pages: list[torch.Tensor]):
         self.planes = [
-            [layer[kv].flatten(0, 1).flatten(1).view(torch.complex128) for layer in pages] for kv in range(2)
+            [layer[kv].flatten(0, 1).flatten(1).view(torch.complex128) for layer in pages]
+            for kv in range(2)
         ]  # [2][L] of [B*N, H*D]
 
-    def _steps(self, chunks: list, starts: list, ends: list, slots: torch.Tensor) -> Iterator[tuple]:
+    def _steps(
+        self, chunks: list, starts: list, ends: list, slots: torch.Tensor
+    ) -> Iterator[tuple]:
         for chunk, start, end in zip(chunks, starts, ends, strict=True):
             for kv, layers in enumerate(self.planes):
                 for layer, plane in enumerate(layers):
                     yield plane, slots[start:end], chunk.tensor[kv, layer].view(torch.complex128)
 
-    def batched_from_gpu(self, chunks: list, starts: list, ends: list, slot_mapping: torch.Tensor, **_: Any) -> None:
+    def batched_from_gpu(
+        self, chunks: list, starts: list, ends: list, slot_mapping: torch.Tensor, **_: Any
+    ) -> None:
         for plane, index, part in self._steps(chunks, starts, ends, slot_mapping):
             torch.ops.aten.index.Tensor_out(plane, [index], out=part)
 
-    def batched_to_gpu(self, chunks: list, starts: list, ends: list, slot_mapping: torch.Tensor, **_: Any) -> None:
+    def batched_to_gpu(
+        self, chunks: list, starts: list, ends: list, slot_mapping: torch.Tensor, **_: Any
+    ) -> None:
         for plane, index, part in self._steps(chunks, starts, ends, slot_mapping):
             plane[index] = part
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Lookup, from a list or a tensor of tokens to the count, real engines behind it
 
 
 def peer_metadata(metadata: LMCacheMetadata) -> Any:
     import lmcache_peer as peer
 
-    return peer.LMCacheMetadata(**{name: getattr(metadata, name) for name in metadata.__dataclass_fields__})
+    return peer.LMCacheMetadata(
+        **{name: getattr(metadata, name) for name in metadata.__dataclass_fields__}
+    )
 
 
 @contextmanager
-def lookup_workers(metadata: LMCacheMetadata, hashes: dict[str, list[int]]) -> Iterator[dict[str, Any]]:
-    """The workers' end: both engines, holding chunks under these hashes, their lookup servers, and the floor's."""
+def lookup_workers(
+    metadata: LMCacheMetadata, hashes: dict[str, list[int]]
+) -> Iterator[dict[str, Any]]:
+    """The workers' end: both engines, holding chunks under these hashes, their lookup servers, and
+    the floor's."""
     import lmcache_peer as peer
     import zmq
 
@@ -411,10 +490,15 @@ def lookup_workers(metadata: LMCacheMetadata, hashes: dict[str, list[int]]) -> I
         stack.callback(thread.join)
         stack.callback(stop.set)
         pages = [torch.zeros(2, 8192, 16, 1, 8, dtype=torch.bfloat16)]
-        ours = stack.enter_context(LMCacheEngine(LMCacheEngineConfig(max_local_cpu_size=0.1), metadata))
+        ours = stack.enter_context(
+            LMCacheEngine(LMCacheEngineConfig(max_local_cpu_size=0.1), metadata)
+        )
         ours.register_kv_caches(pages, "2BNHD")
         stack.enter_context(LMCacheLookupServer(ours, metadata))
-        config, its_metadata = peer.config(chunk_size=256, max_local_cpu_size=0.1), peer_metadata(metadata)
+        config, its_metadata = (
+            peer.config(chunk_size=256, max_local_cpu_size=0.1),
+            peer_metadata(metadata),
+        )
         theirs = stack.enter_context(peer.engine(config, its_metadata, pages))
         theirs.gpu_connector = PlaneConnector(pages)
         stack.enter_context(peer.lookup_servers([(theirs, its_metadata)]))
@@ -425,7 +509,9 @@ def lookup_workers(metadata: LMCacheMetadata, hashes: dict[str, list[int]]) -> I
         yield engines
 
 
-def far_workers(metadata: LMCacheMetadata, hashes: dict[str, list[int]], ready: Any, stop: Any) -> None:
+def far_workers(
+    metadata: LMCacheMetadata, hashes: dict[str, list[int]], ready: Any, stop: Any
+) -> None:
     with lookup_workers(metadata, hashes):
         ready.set()
         stop.wait()
@@ -441,7 +527,9 @@ def lookup_clients(metadata: LMCacheMetadata) -> Iterator[dict[str, Any]]:
         bare = stack.enter_context(context_of(os.getpid()).socket(zmq.REQ))
         bare.connect(f"ipc://{os.environ['VLLM_RPC_BASE_PATH']}/{metadata.engine_id}")
         ours = stack.enter_context(LMCacheLookupClient(LMCacheEngineConfig(), metadata))
-        theirs = stack.enter_context(peer.lookup_client(peer.config(chunk_size=256), peer_metadata(metadata)))
+        theirs = stack.enter_context(
+            peer.lookup_client(peer.config(chunk_size=256), peer_metadata(metadata))
+        )
         yield {"ours": ours, "lmcache": theirs, "floor": bare}
 
 
@@ -454,7 +542,9 @@ def end_to_end(client: Any, prompt: Any, count: int, unpin: Callable[[str], Any]
     return total / count
 
 
-def bench_short_lookup(title: str, clients: dict[str, Any], unpins: dict[str, Any], prompt: Any, rounds: int) -> None:
+def bench_short_lookup(
+    title: str, clients: dict[str, Any], unpins: dict[str, Any], prompt: Any, rounds: int
+) -> None:
     frames = clients["ours"]._frames(prompt, "bench", None)
 
     def trips() -> float:
@@ -467,7 +557,9 @@ def bench_short_lookup(title: str, clients: dict[str, Any], unpins: dict[str, An
 
     kinds = ("ours", "lmcache")
     assert [clients[kind].lookup(prompt, "check") for kind in kinds] == [len(prompt)] * 2
-    works: dict[str, Any] = {kind: partial(end_to_end, clients[kind], prompt, 50, unpins.get(kind)) for kind in kinds}
+    works: dict[str, Any] = {
+        kind: partial(end_to_end, clients[kind], prompt, 50, unpins.get(kind)) for kind in kinds
+    }
     compare(title, works | {"floor": trips}, rounds, ">=1.1x, >=0.8", "us")
 
 
@@ -476,9 +568,13 @@ def bench_lookup(rounds: int) -> None:
 
     heading("Lookup, real engine behind it; scheduler and worker in one process")
     tokens = [random.randrange(49_000) for _ in range(131_072)]
-    near = LMCacheMetadata("bench", 1, 1, 0, 0, torch.bfloat16, (1, 2, 256, 1, 8), engine_id=f"near{os.getpid()}")
+    near = LMCacheMetadata(
+        "bench", 1, 1, 0, 0, torch.bfloat16, (1, 2, 256, 1, 8), engine_id=f"near{os.getpid()}"
+    )
     far = replace(near, engine_id=f"far{os.getpid()}")
-    theirs = peer.token_database.ChunkedTokenDatabase(peer.config(chunk_size=256), peer_metadata(near))
+    theirs = peer.token_database.ChunkedTokenDatabase(
+        peer.config(chunk_size=256), peer_metadata(near)
+    )
     databases = {"ours": make_token_database(LMCacheEngineConfig(), near), "lmcache": theirs}
     hashes = {kind: peer.spans(database, tokens)[0] for kind, database in databases.items()}
     offsets = [256] * 512
@@ -489,26 +585,47 @@ def bench_lookup(rounds: int) -> None:
 
         def pinned(kind: str, unpin: bool) -> float:
             which, names = engines[kind], hashes[kind]
-            look = seconds(lambda: which.lookup(hashes=names, offsets=offsets, lookup_id="bench", pin=True))
+            look = seconds(
+                lambda: which.lookup(hashes=names, offsets=offsets, lookup_id="bench", pin=True)
+            )
             release = seconds(lambda: which.lookup_unpin("bench"))
             return release if unpin else look
 
-        for title, unpin in (("engine.lookup(pin=True), 512 chunks", False), ("engine.lookup_unpin, 512 chunks", True)):
-            compare(title, {kind: partial(pinned, kind, unpin) for kind in engines}, rounds, ">=15x", "us")
+        for title, unpin in (
+            ("engine.lookup(pin=True), 512 chunks", False),
+            ("engine.lookup_unpin, 512 chunks", True),
+        ):
+            compare(
+                title,
+                {kind: partial(pinned, kind, unpin) for kind in engines},
+                rounds,
+                ">=15x",
+                "us",
+            )
         unpins = {kind: engine.lookup_unpin for kind, engine in engines.items()}
         for name, prompt, target in (
             ("list of 131,072 tokens", tokens, ">=1.8x"),
             ("tensor of 131,072 tokens", torch.tensor(tokens), ">=4x"),
         ):
             assert [clients[kind].lookup(prompt, "check") for kind in engines] == [len(tokens)] * 2
-            works = {kind: partial(end_to_end, clients[kind], prompt, 5, unpins[kind]) for kind in engines}
+            works = {
+                kind: partial(end_to_end, clients[kind], prompt, 5, unpins[kind])
+                for kind in engines
+            }
             compare(f"lookup end to end, {name}", works, rounds, target)
         bench_short_lookup("lookup end to end, 256 tokens", clients, unpins, tokens[:256], rounds)
         for count in (8, 64, 512):
             prompt = tokens[: 256 * count]
-            took = statistics.median(end_to_end(clients["ours"], prompt, 10, unpins["ours"]) for _ in range(rounds))
-            print(f"{'':4}lookup of {count} chunks: {took * 1e6:.0f} us, {took * 1e6 / count:.2f} us a chunk")
-    with ExitStack() as stack:  # after the first: LMCache's client terminates zmq.Context.instance() when it is closed
+            took = statistics.median(
+                end_to_end(clients["ours"], prompt, 10, unpins["ours"]) for _ in range(rounds)
+            )
+            print(
+                f"{'':4}lookup of {count} chunks: {took * 1e6:.0f} us, "
+                f"{took * 1e6 / count:.2f} us a chunk"
+            )
+    with (
+        ExitStack() as stack
+    ):  # after the first: LMCache's client terminates zmq.Context.instance() when it is closed
         os.environ["VLLM_RPC_BASE_PATH"] = stack.enter_context(tempfile.TemporaryDirectory())
         spawn = multiprocessing.get_context("spawn")
         ready, stop = spawn.Event(), spawn.Event()
@@ -518,10 +635,12 @@ def bench_lookup(rounds: int) -> None:
         stack.callback(stop.set)
         assert ready.wait(120)
         clients = stack.enter_context(lookup_clients(far))
-        bench_short_lookup("lookup end to end, 256 tokens, two processes", clients, {}, tokens[:256], rounds)
+        bench_short_lookup(
+            "lookup end to end, 256 tokens, two processes", clients, {}, tokens[:256], rounds
+        )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The engine: pages to chunks and back, Llama-3-8B's shape
 
 
@@ -532,16 +651,22 @@ def bench_engine(rounds: int) -> None:
     blocks = num_tokens // size * 2
     shape = (layers, 2, 256, heads, dim)
     metadata = LMCacheMetadata("llama", 1, 1, 0, 0, torch.bfloat16, shape, engine_id="bench")
-    pages = [torch.randn(2, blocks, size, heads, dim).to(torch.bfloat16) for _ in range(layers)]  # L of [2,B,N,H,D]
+    pages = [
+        torch.randn(2, blocks, size, heads, dim).to(torch.bfloat16) for _ in range(layers)
+    ]  # L of [2,B,N,H,D]
     width = heads * dim
     scattered = torch.randperm(blocks * size)[:num_tokens]
     order = torch.randperm(blocks)[: num_tokens // size]
     in_blocks = (order[:, None] * size + torch.arange(size)).flatten()
     tokens = list(range(num_tokens))
-    out = torch.zeros(layers, 2, num_tokens, width, dtype=torch.bfloat16)  # where the floor copies to and from
+    out = torch.zeros(
+        layers, 2, num_tokens, width, dtype=torch.bfloat16
+    )  # where the floor copies to and from
 
     with ExitStack() as stack:
-        engine = stack.enter_context(LMCacheEngine(LMCacheEngineConfig(max_local_cpu_size=1.0), metadata))
+        engine = stack.enter_context(
+            LMCacheEngine(LMCacheEngineConfig(max_local_cpu_size=1.0), metadata)
+        )
         engine.register_kv_caches(pages, "2BNHD")
         config = lmcache_peer.config(chunk_size=256, max_local_cpu_size=2.0)
         peer = stack.enter_context(lmcache_peer.engine(config, peer_metadata(metadata), pages))
@@ -551,15 +676,25 @@ def bench_engine(rounds: int) -> None:
         def store(which: Any, slots: torch.Tensor, clear: bool = True) -> float:
             if clear:
                 which.clear()
-            call = which.store if which is engine else partial(lmcache_peer.LMCacheEngine.store, which)
+            call = (
+                which.store if which is engine else partial(lmcache_peer.LMCacheEngine.store, which)
+            )
             return seconds(lambda: call(tensor, slot_mapping=slots))
 
         def retrieve(which: Any, slots: torch.Tensor) -> float:
-            call = which.retrieve if which is engine else partial(lmcache_peer.LMCacheEngine.retrieve, which)
+            call = (
+                which.retrieve
+                if which is engine
+                else partial(lmcache_peer.LMCacheEngine.retrieve, which)
+            )
             return seconds(lambda: call(tensor, slot_mapping=slots))
 
         def rows(layer: int, kv: int, by_block: bool) -> torch.Tensor:
-            return pages[layer][kv].view(blocks, -1) if by_block else pages[layer][kv].view(blocks * size, -1)
+            return (
+                pages[layer][kv].view(blocks, -1)
+                if by_block
+                else pages[layer][kv].view(blocks * size, -1)
+            )
 
         def floor(index: torch.Tensor, by_block: bool, back: bool) -> float:
             def work() -> None:
@@ -578,10 +713,19 @@ def bench_engine(rounds: int) -> None:
 
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            heading(f"Engine, 4,096 tokens of Llama-3-8B's shape (512 MiB), {threads} thread{'s' * (threads > 1)}")
+            heading(
+                "Engine, 4,096 tokens of Llama-3-8B's shape (512 MiB), "
+                f"{threads} thread{'s' * (threads > 1)}"
+            )
             for name, slots, index, by_block, targets in (
                 ("scattered slots", scattered, scattered, False, (">=1x, >=0.95", ">=1x, >=0.95")),
-                ("whole blocks of 16", in_blocks, order, True, (">=1.7/1.3x, >=0.95", ">=1.05/1.1x")),
+                (
+                    "whole blocks of 16",
+                    in_blocks,
+                    order,
+                    True,
+                    (">=1.7/1.3x, >=0.95", ">=1.05/1.1x"),
+                ),
             ):
                 works = {
                     "ours": lambda slots=slots: store(engine, slots),
@@ -602,13 +746,17 @@ def bench_engine(rounds: int) -> None:
             compare("store of what is there", works, rounds, ">=50x")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # How cost grows
 
 
 def server_pid(port: int) -> int:
     """The process that listens there."""
-    return next(c.pid for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr.port == port)
+    return next(
+        c.pid
+        for c in psutil.net_connections("tcp")
+        if c.status == "LISTEN" and c.laddr.port == port
+    )
 
 
 def resident_bytes(pid: int) -> int:
@@ -623,10 +771,15 @@ def bench_growth(rounds: int) -> None:
     payload, commands = 64, (ClientCommand.EXIST, ClientCommand.GET)
     with ExitStack() as stack:
         cpus = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, {min(cpus)})  # both servers too: else who sits where, 20 or 60 us, hides the rest
+        os.sched_setaffinity(
+            0, {min(cpus)}
+        )  # both servers too: else who sits where, 20 or 60 us, hides the rest
         stack.callback(os.sched_setaffinity, 0, cpus)
-        # 256 MiB: touched before the server listens, so that what grows afterwards is not the payload.
-        ports = {count: stack.enter_context(server("ours", 256 * MIB)) for count in (1000, 1_000_000)}
+        # 256 MiB: touched before the server listens, so that what grows afterwards is not the
+        # payload.
+        ports = {
+            count: stack.enter_context(server("ours", 256 * MIB)) for count in (1000, 1_000_000)
+        }
         clients = {count: Bare(port) for count, port in ports.items()}
 
         def fill(client: Bare, last: int) -> None:
@@ -640,7 +793,10 @@ def bench_growth(rounds: int) -> None:
             client.ask(ClientCommand.EXIST, key_of(0))
 
         def p50(command: int, count: int) -> float:
-            times = [seconds(lambda: clients[count].ask(command, key_of(random.randrange(count)))) for _ in range(200)]
+            times = [
+                seconds(lambda: clients[count].ask(command, key_of(random.randrange(count))))
+                for _ in range(200)
+            ]
             return statistics.median(times) * 1e6
 
         for count, client in clients.items():
@@ -653,10 +809,13 @@ def bench_growth(rounds: int) -> None:
             few, many = (statistics.median(values) for values in zip(*pairs, strict=True))
             best = [min(values) for values in zip(*pairs, strict=True)]
             print(
-                f"    {command.name} p50: {few:.1f} us with 1,000 chunks, {many:.1f} us with 1,000,000 "
+                f"    {command.name} p50: {few:.1f} us with 1,000 chunks, "
+                f"{many:.1f} us with 1,000,000 "
                 f"(target < +20%); at best {best[0]:.1f} and {best[1]:.1f}"
             )
-            ROWS.append({"title": f"growth {command.name}", "few_us": few, "many_us": many, "best_us": best})
+            ROWS.append(
+                {"title": f"growth {command.name}", "few_us": few, "many_us": many, "best_us": best}
+            )
         print(f"    memory beyond the payload: {each:.0f} bytes a chunk (target < 600)")
         ROWS.append({"title": "growth memory", "bytes_a_chunk": each})
     resident = {}
@@ -668,7 +827,10 @@ def bench_growth(rounds: int) -> None:
             client.ask(ClientCommand.EXIST, key_of(0))
             resident[budget] = resident_bytes(server_pid(port))
     over = (resident[512 * MIB] - resident[MIB]) / (511 * MIB) - 1
-    print(f"    memory with a budget of 512 MiB, over one of 1 MiB: the budget {over:+.1%} (target < +5%)")
+    print(
+        f"    memory with a budget of 512 MiB, over one of 1 MiB: "
+        f"the budget {over:+.1%} (target < +5%)"
+    )
     ROWS.append({"title": "growth resident", "over_budget": over})
     for count in (100, 100_000):
         store = ChunkStore("cpu", count * 64)
@@ -686,7 +848,7 @@ def bench_growth(rounds: int) -> None:
         store.close()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Time to first token on the real model of examples/llm_demo.py
 
 
@@ -695,7 +857,10 @@ def bench_ttft(rounds: int) -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     import llm_demo
 
-    print("\nTime to first token, SmolLM2-135M on this CPU: cold, and warm from the TCP server", flush=True)
+    print(
+        "\nTime to first token, SmolLM2-135M on this CPU: cold, and warm from the TCP server",
+        flush=True,
+    )
     with server("ours", 1 << 30) as port, RemoteClient(f"lm://127.0.0.1:{port}") as remote:
         worker = llm_demo.Worker("bench")
         worker.warm_up()
@@ -703,8 +868,12 @@ def bench_ttft(rounds: int) -> None:
             tokens = [random.randrange(1000, 40_000) for _ in range(length)]
             slots = torch.randperm(llm_demo.NUM_BLOCKS * llm_demo.BLOCK_SIZE)[:length]
 
-            def answer(tokens: list[int] = tokens, slots: torch.Tensor = slots, keep: bool = False) -> int:
-                with LMCacheEngine(llm_demo.CONFIG, worker.metadata, remote=remote) as engine:  # nothing in it yet
+            def answer(
+                tokens: list[int] = tokens, slots: torch.Tensor = slots, keep: bool = False
+            ) -> int:
+                with LMCacheEngine(
+                    llm_demo.CONFIG, worker.metadata, remote=remote
+                ) as engine:  # nothing in it yet
                     engine.register_kv_caches(worker.pages, "2BNHD")
                     hits = 0 if keep else engine.lookup(tokens)
                     got = int(engine.retrieve(tokens[:hits], slot_mapping=slots[:hits]).sum())
@@ -717,7 +886,10 @@ def bench_ttft(rounds: int) -> None:
                         engine.flush()
                     return token
 
-            cold = [seconds(lambda: worker.next_token(tokens, worker.new_cache())) for _ in range(min(3, rounds))]
+            cold = [
+                seconds(lambda: worker.next_token(tokens, worker.new_cache()))
+                for _ in range(min(3, rounds))
+            ]
             first = answer(keep=True)
             for page in worker.pages:
                 page.fill_(float("nan"))
@@ -727,12 +899,13 @@ def bench_ttft(rounds: int) -> None:
             ROWS.append(row)
             low, high = statistics.median(warm), statistics.median(cold)
             print(
-                f"    {length:5} tokens: cold {high:6.2f} s, warm {low:6.3f} s, {high / low:5.1f} times sooner",
+                f"    {length:5} tokens: cold {high:6.2f} s, warm {low:6.3f} s, "
+                f"{high / low:5.1f} times sooner",
                 flush=True,
             )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The two figures of docs/BENCH.md
 
 
@@ -747,7 +920,10 @@ def draw(folder: Path) -> None:
         figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
         for name in ("cold", "warm"):
             axes.plot(
-                [row["tokens"] for row in ttft], [statistics.median(row[f"{name}_s"]) for row in ttft], "o-", label=name
+                [row["tokens"] for row in ttft],
+                [statistics.median(row[f"{name}_s"]) for row in ttft],
+                "o-",
+                label=name,
             )
         axes.set(xlabel="prompt, tokens", ylabel="time to first token, s", ylim=(0, None))
         axes.set_title("SmolLM2-135M: KV prefilled, and KV from the TCP server")
@@ -760,7 +936,9 @@ def draw(folder: Path) -> None:
             rows = [row for row in sizes if f" {verb} " in row["title"]]
             for kind, name in (("ours", "ours"), ("lmcache", "LMCache 0.3.14"), ("floor", "floor")):
                 size = [int(row["title"].split()[-2]) for row in rows]
-                rate = [n / row[kind]["median"] * 1e3 / 1e9 for n, row in zip(size, rows, strict=True)]
+                rate = [
+                    n / row[kind]["median"] * 1e3 / 1e9 for n, row in zip(size, rows, strict=True)
+                ]
                 axes.plot(size, rate, "o:" if kind == "floor" else "o-", label=name)
             axes.set(xscale="log", xlabel="chunk, bytes", title=verb)
             axes.legend()
@@ -768,7 +946,7 @@ def draw(folder: Path) -> None:
         figure.savefig(folder / "throughput.png", dpi=110)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Around it
 
 
@@ -787,11 +965,19 @@ def machine() -> dict[str, Any]:
     }
 
 
-PARTS = {"tcp": bench_tcp, "lookup": bench_lookup, "engine": bench_engine, "growth": bench_growth, "ttft": bench_ttft}
+PARTS = {
+    "tcp": bench_tcp,
+    "lookup": bench_lookup,
+    "engine": bench_engine,
+    "growth": bench_growth,
+    "ttft": bench_ttft,
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Ours, LMCache 0.3.14 and the floor, side by side.")
+    parser = argparse.ArgumentParser(
+        description="Ours, LMCache 0.3.14 and the floor, side by side."
+    )
     parser.add_argument("parts", nargs="*", help=f"of {list(PARTS)}; all by default")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, default=ROOT / "bench-out")

@@ -1,4 +1,5 @@
-"""bench_cuda.py - GB/s of store, retrieve, PUT and GET on a GPU, against plain copies measured in the same run.
+"""bench_cuda.py - GB/s of store, retrieve, PUT and GET on a GPU, against plain copies measured in
+the same run.
 
 $ make bench-cuda       # needs a GPU; Llama-3-8B's shape, chunks of 256 tokens, 4,096 tokens
 """
@@ -22,7 +23,9 @@ LAYERS, HEADS, DIM, BLOCK, TOKENS, ROUNDS = 32, 8, 128, 16, 4096, 9
 BYTES = 2 * LAYERS * TOKENS * HEADS * DIM * 2  # bf16: 536,870,912
 
 
-def rate(work: Callable[[], object], before: Callable[[], object] = lambda: None, size: int = BYTES) -> float:
+def rate(
+    work: Callable[[], object], before: Callable[[], object] = lambda: None, size: int = BYTES
+) -> float:
     """GB/s, the median of ROUNDS."""
     times = []
     for _ in range(ROUNDS + 1):
@@ -38,24 +41,41 @@ def rate(work: Callable[[], object], before: Callable[[], object] = lambda: None
 def bench_engine(store_on: str, floor: dict[str, float]) -> None:
     metadata = LMCacheMetadata("llama", 1, 1, 0, 0, torch.bfloat16, (LAYERS, 2, 256, HEADS, DIM))
     blocks = TOKENS // BLOCK * 2
-    pages = [torch.randn(2, blocks, BLOCK, HEADS, DIM, device="cuda").to(torch.bfloat16) for _ in range(LAYERS)]
+    pages = [
+        torch.randn(2, blocks, BLOCK, HEADS, DIM, device="cuda").to(torch.bfloat16)
+        for _ in range(LAYERS)
+    ]
     tokens = list(range(TOKENS))
-    whole = (torch.randperm(blocks)[: TOKENS // BLOCK, None] * BLOCK + torch.arange(BLOCK)).flatten()
+    whole = (
+        torch.randperm(blocks)[: TOKENS // BLOCK, None] * BLOCK + torch.arange(BLOCK)
+    ).flatten()
     scattered = torch.randperm(blocks * BLOCK)[:TOKENS]
-    with LMCacheEngine(LMCacheEngineConfig(max_local_cpu_size=1.0), metadata, device=store_on) as engine:
+    with LMCacheEngine(
+        LMCacheEngineConfig(max_local_cpu_size=1.0), metadata, device=store_on
+    ) as engine:
         engine.register_kv_caches(pages, "2BNHD")
         for name, slots in (("whole blocks", whole), ("scattered slots", scattered)):
             store = rate(lambda slots=slots: engine.store(tokens, slot_mapping=slots), engine.clear)
             back = rate(lambda slots=slots: engine.retrieve(tokens, slot_mapping=slots))
             for what, got in (("store", store), ("retrieve", back)):
-                against = floor["device to device"] if store_on == "cuda" else floor[f"pinned, {what}"]
-                print(f"{what:9} to {store_on:4} {name:16} {got:9.1f} GB/s  {got / against:6.2f} of the plain copy")
+                against = (
+                    floor["device to device"] if store_on == "cuda" else floor[f"pinned, {what}"]
+                )
+                print(
+                    f"{what:9} to {store_on:4} {name:16} {got:9.1f} GB/s  "
+                    f"{got / against:6.2f} of the plain copy"
+                )
 
 
 def floors() -> dict[str, float]:
     source = torch.empty(BYTES, dtype=torch.uint8, device="cuda")
-    target, pinned = torch.empty_like(source), torch.empty(BYTES, dtype=torch.uint8, pin_memory=True)
-    rows = torch.empty(2 * TOKENS, BYTES // TOKENS, dtype=torch.uint8, device="cuda").view(torch.int64)
+    target, pinned = (
+        torch.empty_like(source),
+        torch.empty(BYTES, dtype=torch.uint8, pin_memory=True),
+    )
+    rows = torch.empty(2 * TOKENS, BYTES // TOKENS, dtype=torch.uint8, device="cuda").view(
+        torch.int64
+    )
     index = torch.randperm(2 * TOKENS, device="cuda")[:TOKENS]
     out = target.view(torch.int64).view(TOKENS, -1)
     return {
@@ -79,14 +99,19 @@ def bench_server(size: int = 32 << 20, count: int = 16) -> None:
                     client.flush()
 
                 print(f"PUT 32 MiB on {device:4} {rate(put, size=size * count):9.1f} GB/s")
-                got = rate(lambda c=client: [c.get(f"key{n}") for n in range(count)], size=size * count)
+                got = rate(
+                    lambda c=client: [c.get(f"key{n}") for n in range(count)], size=size * count
+                )
                 print(f"GET 32 MiB on {device:4} {got:9.1f} GB/s")
 
 
 def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("bench-cuda: torch sees no GPU here")
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {TOKENS} tokens, {BYTES / 2**20:.0f} MiB")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; "
+        f"{TOKENS} tokens, {BYTES / 2**20:.0f} MiB"
+    )
     floor = floors()
     for name, got in floor.items():
         print(f"{name:31} {got:9.1f} GB/s")

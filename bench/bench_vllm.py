@@ -1,15 +1,17 @@
-"""bench_vllm.py - time to first token in a real vLLM on the CPU, side by side in one run: interleaved rounds, medians.
+"""bench_vllm.py - time to first token in a real vLLM on the CPU, side by side in one run:
+interleaved rounds, medians.
 
     $ make bench-vllm       # about 10 minutes; a table, and bench-out/bench_vllm.json
 
-Each way is a vLLM process of its own, all pinned to core 0, the remote server on the others. In each round each process
-gets prompts that it has never seen, of about 500, 1,700 and 3,500 tokens, and then the same again:
+Each way is a vLLM process of its own, all pinned to core 0, the remote server on the others. In
+each round each process gets prompts that it has never seen, of about 500, 1,700 and 3,500 tokens,
+and then the same again:
 
     vLLM                  cold without a connector, then vLLM's own prefix cache
-    KVOffloadConnector    cold with our connector, then from the worker's store (vLLM's own cache off), then, the store
-                          emptied, from the remote server, remote_server.py
+    KVOffloadConnector    cold with our connector, then from the worker's store (vLLM's own cache
+                          off), then, the store emptied, from remote_server.py
     ExampleConnector      vLLM's own example, files in a folder of /dev/shm
-    LMCacheMPConnector    LMCache 0.5.6 in multiprocess mode, with --lmcache: the site-packages folder that has it
+    LMCacheMPConnector    LMCache 0.5.6 in multiprocess mode, with --lmcache: the folder that has it
 
 Machines are noisy: only the ratios within a run count. Nothing else may run on these cores.
 """
@@ -37,7 +39,12 @@ from remotes import RemoteServer  # noqa: E402
 
 LENGTHS = (500, 1700, 3500)  # tokens
 HITS = 3  # of each kind, for each cold prompt
-VLLM, OURS, EXAMPLE, LMCACHE = "vLLM", "KVOffloadConnector", "ExampleConnector", "LMCacheMPConnector"
+VLLM, OURS, EXAMPLE, LMCACHE = (
+    "vLLM",
+    "KVOffloadConnector",
+    "ExampleConnector",
+    "LMCacheMPConnector",
+)
 SETTINGS = {"dtype": "bfloat16", "max_model_len": 4096, "kv_cache_memory_bytes": 1 << 30}
 # way -> what its median is to be at most, as a multiple of another way's
 TARGETS = {
@@ -57,11 +64,14 @@ def lmcache_server(site_packages: str):
             ports.append(probe.getsockname()[1])
     environment = {**os.environ, "PYTHONPATH": site_packages, "LMCACHE_TRACK_USAGE": "false"}
     command = [
-        sys.executable, "-m", "lmcache.cli.main", "server", "--host", "127.0.0.1", "--port", str(ports[0]),
-        "--http-port", str(ports[1]), "--chunk-size", "128", "--l1-size-gb", "2", "--eviction-policy", "LRU",
+        sys.executable, "-m", "lmcache.cli.main", "server", "--host", "127.0.0.1",
+        "--port", str(ports[0]), "--http-port", str(ports[1]), "--chunk-size", "128",
+        "--l1-size-gb", "2", "--eviction-policy", "LRU",
         "--supported-transfer-mode", "engine_driven", "--disable-observability",
     ]  # fmt: skip
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         for _ in range(600):
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", ports[0])):
@@ -96,11 +106,16 @@ def measure(llm: LLMProcess, way: str, prompt: list[int]) -> dict[tuple[str, str
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Time to first token: no cache, vLLM's own, ours, others'.")
+    parser = argparse.ArgumentParser(
+        description="Time to first token: no cache, vLLM's own, ours, others'."
+    )
     parser.add_argument("model", type=Path, help="a model folder, see examples/make_model.py")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--lmcache", metavar="DIR", type=os.path.abspath, help="a site-packages folder with lmcache 0.5.6"
+        "--lmcache",
+        metavar="DIR",
+        type=os.path.abspath,
+        help="a site-packages folder with lmcache 0.5.6",
     )
     args = parser.parse_args()
     rng = random.Random(0)
@@ -110,27 +125,44 @@ def main() -> int:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         files = stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))
         cores = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, cores - {0} or cores)  # vLLM has core 0, the servers have the others
+        os.sched_setaffinity(
+            0, cores - {0} or cores
+        )  # vLLM has core 0, the servers have the others
         remote = stack.enter_context(RemoteServer(max_gib=2))
         example = {"kv_connector": EXAMPLE, "kv_role": "kv_both",
                    "kv_connector_extra_config": {"shared_storage_path": files}}  # fmt: skip
         ways = {
             VLLM: {"enable_prefix_caching": True},
-            OURS: {"enable_prefix_caching": False, "connector": {"max_local_cpu_size": 1, "remote_url": remote.url}},
+            OURS: {
+                "enable_prefix_caching": False,
+                "connector": {"max_local_cpu_size": 1, "remote_url": remote.url},
+            },
             EXAMPLE: {"enable_prefix_caching": False, "kv_transfer_config": example},
         }
         if args.lmcache:
             port = stack.enter_context(lmcache_server(args.lmcache))
             extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
-            transfer = {"kv_connector": LMCACHE, "kv_role": "kv_both", "kv_connector_extra_config": extra}
-            ways[LMCACHE] = {"enable_prefix_caching": False, "kv_transfer_config": transfer, "path": args.lmcache}
+            transfer = {
+                "kv_connector": LMCACHE,
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": extra,
+            }
+            ways[LMCACHE] = {
+                "enable_prefix_caching": False,
+                "kv_transfer_config": transfer,
+                "path": args.lmcache,
+            }
         os.sched_setaffinity(0, cores)
         processes = {
-            way: stack.enter_context(LLMProcess(args.model, folder / f"{way}.log", **SETTINGS, **settings))
+            way: stack.enter_context(
+                LLMProcess(args.model, folder / f"{way}.log", **SETTINGS, **settings)
+            )
             for way, settings in ways.items()
         }
         for way, llm in processes.items():
-            measure(llm, way, [rng.randrange(1000, 40_000) for _ in range(600)])  # the first request is always slow
+            measure(
+                llm, way, [rng.randrange(1000, 40_000) for _ in range(600)]
+            )  # the first request is always slow
         for number in range(args.rounds):
             for length in LENGTHS:
                 for way in rng.sample(list(processes), len(processes)):
@@ -138,14 +170,21 @@ def main() -> int:
                     for (_, cache), answers in measure(processes[way], way, prompt).items():
                         samples[way, cache, length] += [answer["ttft"] for answer in answers]
                         cached[way, cache, length] = min(answer["cached"] for answer in answers)
-            print(f"round {number + 1} of {args.rounds}, load {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
+            print(
+                f"round {number + 1} of {args.rounds}, load {os.getloadavg()[0]:.1f}",
+                file=sys.stderr,
+                flush=True,
+            )
     return report(samples, cached, args.rounds)
 
 
 def report(samples: dict, cached: dict, rounds: int) -> int:
     medians = {key: statistics.median(values) for key, values in samples.items()}
-    print(f"time to first token in seconds, median of {rounds} cold and {rounds * HITS} warm requests; SmolLM2-135M in "
-          f"bfloat16,\n{os.cpu_count()} cores, {cpu_name()}, one of them for vLLM\n")  # fmt: skip
+    print(
+        f"time to first token in seconds, median of {rounds} cold and {rounds * HITS} warm "
+        f"requests; SmolLM2-135M in bfloat16,\n"
+        f"{os.cpu_count()} cores, {cpu_name()}, one of them for vLLM\n"
+    )
     print(f"{'':40}" + "".join(f"{f'{length:,} tokens':>18}" for length in LENGTHS))
     missed = 0
     for way, cache in dict.fromkeys(key[:2] for key in samples):
@@ -161,7 +200,8 @@ def report(samples: dict, cached: dict, rounds: int) -> int:
     print("\nin brackets: as a multiple of vLLM's own, cold or prefix cache")
     print("tokens from the cache: " + "; ".join(
         f"{way}, {cache} " + " ".join(f"{cached[way, cache, length]:,}" for length in LENGTHS)
-        for way, cache in dict.fromkeys(key[:2] for key in samples) if cache != "cold"))  # fmt: skip
+        for way, cache in dict.fromkeys(key[:2] for key in samples)
+        if cache != "cold"))  # fmt: skip
     out = ROOT / "bench-out"
     out.mkdir(exist_ok=True)
     rows = [{"way": way, "cache": cache, "tokens": length, "seconds": values}
@@ -172,7 +212,11 @@ def report(samples: dict, cached: dict, rounds: int) -> int:
 
 def cpu_name() -> str:
     with contextlib.suppress(OSError, IndexError):
-        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        names = [
+            line
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ]
         return names[0].split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
 

@@ -1,4 +1,5 @@
-"""What all tests share: the profiles of the fuzz tests, an ipc folder of their own, and a check that nothing leaks."""
+"""What all tests share: the profiles of the fuzz tests, an ipc folder of their own, and a check
+that nothing leaks."""
 
 import gc
 import os
@@ -24,8 +25,12 @@ OTHERS = ["leaks_ok", "interop", "demo"]  # tests with third-party code, which m
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "leaks_ok: may leave threads, file descriptors and socket files behind")
-    context_of(os.getpid()).socket(zmq.PAIR).close()  # the process keeps this one: its files are no leak
+    config.addinivalue_line(
+        "markers", "leaks_ok: may leave threads, file descriptors and socket files behind"
+    )
+    context_of(os.getpid()).socket(
+        zmq.PAIR
+    ).close()  # the process keeps this one: its files are no leak
 
 
 def _threads() -> set[threading.Thread]:
@@ -49,7 +54,8 @@ def _socket_files(folder: Path) -> set[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_leaks(request: pytest.FixtureRequest, tmp_path: Path):
-    """After every test: no thread, file descriptor or socket file more than before. Opt out with @mark.leaks_ok."""
+    """After every test: no thread, file descriptor or socket file more than before. Opt out with
+    @mark.leaks_ok."""
     if any(request.node.get_closest_marker(name) for name in OTHERS):
         yield
         return
@@ -57,7 +63,8 @@ def nothing_leaks(request: pytest.FixtureRequest, tmp_path: Path):
     yield
     assert wait_for(lambda: _threads() <= threads, 5.0), f"threads left: {_threads() - threads}"
     if not wait_for(lambda: _files() <= files, 0.5):
-        gc.collect()  # an exception that the test caught holds the frames it came through, and their files
+        # An exception that the test caught holds the frames it came through, and their files.
+        gc.collect()
         assert wait_for(lambda: _files() <= files, 2.0), f"files left open: {_files() - files}"
     assert not (left := _socket_files(tmp_path)), f"socket files left: {left}"
 

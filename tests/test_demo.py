@@ -1,4 +1,5 @@
-"""The demos, as a newcomer runs them: each a process of its own, judged by its exit code and by what it prints."""
+"""The demos, as a newcomer runs them: each a process of its own, judged by its exit code and by
+what it prints."""
 
 import os
 import re
@@ -66,15 +67,22 @@ def test_llm_demo() -> None:
     assert "loading the model ..." in story["2"] and "loading the model ..." in story["5"]
     assert "0 of 2,100 tokens hit" in story["3"]
     assert "8 chunks of 256 tokens" in story["4"] and "94,371,840 bytes in 8 chunks" in story["4"]
-    assert "2,048 of 2,100 tokens hit" in story["6"] and "94,371,840 bytes of KV came back" in story["6"]
+    assert (
+        "2,048 of 2,100 tokens hit" in story["6"]
+        and "94,371,840 bytes of KV came back" in story["6"]
+    )
     assert "1,280 of 2,100 tokens hit" in story["7"]
     assert " 0 of 2,100 tokens hit" in story["8"]
     assert "identical  yes" in story["6"] and "identical  yes" in story["7"]
     answers = [re.search(r"answer +(.*)", story[number]).group(1) for number in "36"]  # type: ignore[union-attr]
     assert answers[0] == answers[1] and len(answers[0]) > 20
-    if not llm_demo.torch.cuda.is_available() and times_sooner(story) < 5:  # a neighbour took the cores, maybe
+    if (
+        not llm_demo.torch.cuda.is_available() and times_sooner(story) < 5
+    ):  # a neighbour took the cores, maybe
         again = story_of(run(DEMO_TIMEOUT_SEC, "examples/llm_demo.py"))
-        assert times_sooner(again) >= 5, f"{times_sooner(story):.1f} times sooner, then {times_sooner(again):.1f}"
+        assert times_sooner(again) >= 5, (
+            f"{times_sooner(story):.1f} times sooner, then {times_sooner(again):.1f}"
+        )
 
 
 def test_llm_demo_ends_when_a_worker_dies() -> None:

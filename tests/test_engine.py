@@ -1,6 +1,8 @@
-"""The engine: what is stored is found, what is found is copied back, what is pinned stays, and nothing else is claimed.
+"""The engine: what is stored is found, what is found is copied back, what is pinned stays, and
+nothing else is claimed.
 
-CHUNK is 4 tokens, and a prompt of 16 has four chunks. Slots are those of the toy paged cache, 64 blocks of 4.
+CHUNK is 4 tokens, and a prompt of 16 has four chunks. Slots are those of the toy paged cache, 64
+blocks of 4.
 """
 
 import threading
@@ -39,13 +41,16 @@ def engine():
 
 
 def back(engine, tokens, first_slot=128, **more):
-    """Retrieves to other slots; how many tokens came, which must be a prefix and equal to what slots 0.. hold."""
+    """Retrieves to other slots; how many tokens came, which must be a prefix and equal to what
+    slots 0.. hold."""
     slots = range_of(first_slot, len(tokens))
     written = engine.retrieve(tokens, slot_mapping=slots, **more)
     assert written.dtype == torch.bool and written.shape == (len(tokens),)
     here = [slot for slot, there in zip(range(len(tokens)), written, strict=True) if there]
     if here:
-        assert torch.equal(kv(engine.pages, [first_slot + slot for slot in here]), kv(engine.pages, here))
+        assert torch.equal(
+            kv(engine.pages, [first_slot + slot for slot in here]), kv(engine.pages, here)
+        )
     return int(written.sum())
 
 
@@ -69,9 +74,16 @@ def test_store_lookup_retrieve(engine, count, as_what):
 def test_any_slots_to_any_slots(slots, count):
     """Equality with a loop over slots; what lies at other slots is not touched."""
     with new_engine() as engine:
-        tokens, source, target = list(range(count * 2)), slots[: count * 2], slots[128 : 128 + count * 2]
+        tokens, source, target = (
+            list(range(count * 2)),
+            slots[: count * 2],
+            slots[128 : 128 + count * 2],
+        )
         full = count * 2 // 4 * 4
-        wanted, rest = kv(engine.pages, source[:full]), kv(engine.pages, slots[:128] + target[full:])
+        wanted, rest = (
+            kv(engine.pages, source[:full]),
+            kv(engine.pages, slots[:128] + target[full:]),
+        )
         engine.store(tokens, slot_mapping=torch.tensor(source))
         written = engine.retrieve(tokens, slot_mapping=target)
         assert written.tolist() == [index < full for index in range(count * 2)]
@@ -86,7 +98,9 @@ def test_a_chunk_by_hand(engine):
     assert key == engine.token_database.process_tokens(PROMPT[:4])[0][2]
     (chunk,) = engine.chunks.acquire_prefix([key], [4])
     data = engine.chunks.bytes_of(chunk).clone().view(torch.float32).view(2, 2, 4, 8)
-    assert torch.equal(data, kv(engine.pages, range(4))) and engine.pages[1][1, 0, 2].flatten().equal(data[1, 1, 2])
+    assert torch.equal(data, kv(engine.pages, range(4))) and engine.pages[1][
+        1, 0, 2
+    ].flatten().equal(data[1, 1, 2])
     engine.chunks.release([chunk])
 
 
@@ -98,14 +112,19 @@ def test_a_chunk_that_is_present_is_not_copied_again(engine):
     assert back(engine, PROMPT) == 16 and torch.equal(kv(engine.pages, range_of(128, 16)), before)
 
 
-@pytest.mark.parametrize("unfull, stored, hits", [(False, [256, 0, 0], [256, 256]), (True, [300, 0, 44], [300, 256])])
+@pytest.mark.parametrize(
+    "unfull, stored, hits", [(False, [256, 0, 0], [256, 256]), (True, [300, 0, 44], [300, 256])]
+)
 def test_partial_chunks(unfull, stored, hits):
-    """LM#2206: chunk 256; 300 tokens, the same again, 256 shared and 44 others. Partial hits only at its length."""
+    """LM#2206: chunk 256; 300 tokens, the same again, 256 shared and 44 others. Partial hits only
+    at its length."""
     with new_engine(4096, chunk_size=256, save_unfull_chunk=unfull) as engine:
         pages = [torch.randn(2, 100, 4, 2, 4) for _ in range(2)]
         engine.register_kv_caches(pages, "2BNHD")
         same, mixed = list(range(300)), [*range(256), *range(1000, 1044)]
-        assert [engine.store(tokens, slot_mapping=range_of(0, 300)) for tokens in (same, same, mixed)] == stored
+        assert [
+            engine.store(tokens, slot_mapping=range_of(0, 300)) for tokens in (same, same, mixed)
+        ] == stored
         assert [engine.lookup(same), engine.lookup(same[:299])] == hits
         assert engine.lookup([*same, 1]) == 256
 
@@ -137,10 +156,15 @@ def test_by_hash(engine):
     assert engine.lookup(hashes=hashes, offsets=lengths) == engine.lookup(PROMPT) == 16
     assert engine.lookup(hashes=hashes, offsets=[100] * 4) == 0  # LMCache sums them unchecked: 400
     assert engine.lookup(hashes=hashes, offsets=[4, 4, 3, 4]) == 8
-    assert int(engine.retrieve(hashes=hashes, offsets=lengths, slot_mapping=range_of(64, 16)).sum()) == 16
+    assert (
+        int(engine.retrieve(hashes=hashes, offsets=lengths, slot_mapping=range_of(64, 16)).sum())
+        == 16
+    )
 
 
-@pytest.mark.parametrize("some", [[bytes(range(32)), bytes(32)], [-1, -(2**63)], [2**63, 2**64 - 1], [0, b"\0"]])
+@pytest.mark.parametrize(
+    "some", [[bytes(range(32)), bytes(32)], [-1, -(2**63)], [2**63, 2**64 - 1], [0, b"\0"]]
+)
 def test_hashes_of_every_kind(engine, some):
     """LM#2997, VA#13602."""
     engine.store(hashes=some, offsets=[4, 2], slot_mapping=range_of(0, 6))
@@ -149,19 +173,32 @@ def test_hashes_of_every_kind(engine, some):
 
 def test_tags_are_names_of_their_own(engine):
     """LM#3301: 1,000 images in request_configs are 1,000 keys, and other entries name nothing."""
-    assert len({engine._key(1, {"lmcache.tag.image": f"{n}"}).to_string() for n in range(1000)}) == 1000
+    assert (
+        len({engine._key(1, {"lmcache.tag.image": f"{n}"}).to_string() for n in range(1000)})
+        == 1000
+    )
     ann, bob = {"lmcache.tag.user": "ann", "temperature": 1}, {"lmcache.tag.user": "bob"}
     put_prompt(engine, PROMPT, request_configs=ann)
-    assert [engine.lookup(PROMPT, request_configs=configs) for configs in (ann, bob, None)] == [16, 0, 0]
-    assert back(engine, PROMPT, request_configs=bob) == 0 and back(engine, PROMPT, request_configs=ann) == 16
+    assert [engine.lookup(PROMPT, request_configs=configs) for configs in (ann, bob, None)] == [
+        16,
+        0,
+        0,
+    ]
+    assert (
+        back(engine, PROMPT, request_configs=bob) == 0
+        and back(engine, PROMPT, request_configs=ann) == 16
+    )
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [dict(slot_mapping=None), dict(slot_mapping=[0] * 15), dict(slot_mapping=[-1] * 16), dict(slot_mapping=[256] * 16),
+    [dict(slot_mapping=None), dict(slot_mapping=[0] * 15), dict(slot_mapping=[-1] * 16),
+     dict(slot_mapping=[256] * 16),
      dict(slot_mapping=[0.5] * 16), dict(slot_mapping="x" * 16), dict(slot_mapping=[[0] * 16]),
-     dict(slot_mapping=[2**70] * 16), dict(kvcaches=[torch.zeros(1)] * 2), dict(request_configs=[1]),
-     dict(request_configs={"lmcache.tag.a": "b@c"}), dict(request_configs={"lmcache.tag.a": "x" * 200}),
+     dict(slot_mapping=[2**70] * 16), dict(kvcaches=[torch.zeros(1)] * 2),
+     dict(request_configs=[1]),
+     dict(request_configs={"lmcache.tag.a": "b@c"}),
+     dict(request_configs={"lmcache.tag.a": "x" * 200}),
      dict(request_configs={1: 2}), dict(mask=torch.ones(3).bool())],
     ids=lambda arguments: str(arguments)[:40],
 )  # fmt: skip
@@ -185,7 +222,9 @@ def test_counters_move_once(engine):
     before = engine.stats()
     engine.lookup(list(range(256)) + [7] * 256)
     after = engine.stats()
-    moved = {name: after[name] - before[name] for name in ENGINE_COUNTERS if after[name] != before[name]}
+    moved = {
+        name: after[name] - before[name] for name in ENGINE_COUNTERS if after[name] != before[name]
+    }
     assert moved == {"lookups": 1, "lookup_tokens": 512, "hit_tokens": 256}
 
 
@@ -263,7 +302,8 @@ def test_everything_pinned():
 
 
 def test_pins_of_lookups_that_repeat_or_find_nothing(engine):
-    """LM#3766, LM#4525: one unpin releases all; an id that is unknown, and a lookup of nothing, are nothing."""
+    """LM#3766, LM#4525: one unpin releases all; an id that is unknown, and a lookup of nothing, are
+    nothing."""
     put_prompt(engine, PROMPT)
     for _ in range(3):
         engine.lookup(PROMPT, lookup_id="y", pin=True)
@@ -282,7 +322,10 @@ def test_hashes_are_stored_all_or_none():
         put_prompt(engine, PROMPT[:4])
         with pytest.raises(MemoryError):
             engine.store(hashes=[1, 2, 3, 4, 5], offsets=[4] * 5, slot_mapping=range_of(0, 20))
-        assert engine.lookup(hashes=[1], offsets=[4]) == 0 and engine.stats()["bytes_used"] <= 4 * CHUNK_BYTES
+        assert (
+            engine.lookup(hashes=[1], offsets=[4]) == 0
+            and engine.stats()["bytes_used"] <= 4 * CHUNK_BYTES
+        )
 
 
 def test_a_prompt_over_the_capacity_is_stored_as_far_as_it_fits():
@@ -294,7 +337,8 @@ def test_a_prompt_over_the_capacity_is_stored_as_far_as_it_fits():
 
 
 @pytest.mark.parametrize(
-    "other", [dict(kv_dtype=torch.float8_e4m3fn), dict(world_size=2, worker_id=1), dict(world_size=2),
+    "other", [dict(kv_dtype=torch.float8_e4m3fn), dict(world_size=2, worker_id=1),
+              dict(world_size=2),
               dict(model_name="another")], ids=str,
 )  # fmt: skip
 def test_another_rank_world_dtype_or_model_finds_nothing(other):
@@ -330,8 +374,9 @@ def test_mla_rank_0_stores_for_all():
             assert int(three.retrieve(PROMPT, slot_mapping=range_of(32, 16)).sum()) == 16
 
 
-@pytest.mark.parametrize("mla, extra, alone", [(True, {}, True), (True, {"save_only_first_rank": False}, False),
-                                               (False, {"save_only_first_rank": True}, False)])  # fmt: skip
+@pytest.mark.parametrize("mla, extra, alone", [
+    (True, {}, True), (True, {"save_only_first_rank": False}, False),
+    (False, {"save_only_first_rank": True}, False)])  # fmt: skip
 def test_save_only_first_rank_is_for_mla(mla, extra, alone):
     if mla:
         with mla_engine(1, **extra) as engine:
@@ -362,7 +407,8 @@ def broken(*_):
 
 
 def test_a_copy_that_fails(engine, monkeypatch):
-    """A store stores nothing, a retrieve claims nothing, the counter says so, and afterwards all is well."""
+    """A store stores nothing, a retrieve claims nothing, the counter says so, and afterwards all is
+    well."""
     put_prompt(engine, PROMPT[:8])
     with monkeypatch.context() as patch:
         patch.setattr(PagedKVCache, "gather", broken)
@@ -376,7 +422,8 @@ def test_a_copy_that_fails(engine, monkeypatch):
 
 
 def test_the_log_is_not_flooded(engine, monkeypatch, caplog):
-    """A device that fails at every store is one traceback a second; so are a thousand pins that time out."""
+    """A device that fails at every store is one traceback a second; so are a thousand pins that
+    time out."""
     monkeypatch.setattr(PagedKVCache, "gather", broken)
     for _ in range(100):
         put_prompt(engine, PROMPT)
@@ -416,7 +463,8 @@ def test_close_is_for_good_and_may_be_repeated(engine):
 
 
 def test_close_with_stores_in_flight():
-    """Threads store, look up and retrieve while the engine is closed: no exception, and nothing stays behind."""
+    """Threads store, look up and retrieve while the engine is closed: no exception, and nothing
+    stays behind."""
     for _ in range(5):
         with new_engine(16) as engine:
             began = threading.Barrier(5)
@@ -454,7 +502,10 @@ def test_many_threads_on_one_engine():
                 written = engine.retrieve(tokens, slot_mapping=range_of(slots[0] + 16, 16))
                 count = int(written.sum())
                 assert count >= hits
-                assert torch.equal(kv(engine.pages, range_of(slots[0] + 16, 16))[:, :, :count], wanted[:, :, :count])
+                assert torch.equal(
+                    kv(engine.pages, range_of(slots[0] + 16, 16))[:, :, :count],
+                    wanted[:, :, :count],
+                )
                 engine.lookup_unpin(f"{seed}")
                 copied += count
             return copied
@@ -497,7 +548,10 @@ def test_here_there_and_here_again(server):
         assert engine.flush()
         for _, _, chunk_hash in engine.token_database.process_tokens(PROMPT)[1:3]:
             engine.chunks.remove(chunk_hash)
-        assert engine.lookup(PROMPT, lookup_id="id", pin=True) == 16 and engine.stats()["pinned_chunks"] == 2
+        assert (
+            engine.lookup(PROMPT, lookup_id="id", pin=True) == 16
+            and engine.stats()["pinned_chunks"] == 2
+        )
         engine.lookup_unpin("id")
         assert back(engine, PROMPT) == 16
         assert engine.stats()["bytes_used"] == 4 * CHUNK_BYTES
@@ -505,8 +559,13 @@ def test_here_there_and_here_again(server):
 
 
 def test_the_remote_too_loses_the_tail_first():
-    """After a lookup and a retrieve from another engine the head is the last to go, there and here."""
-    with running_server(max_bytes=6 * CHUNK_BYTES) as server, client_of(server) as one, client_of(server) as two:
+    """After a lookup and a retrieve from another engine the head is the last to go, there and
+    here."""
+    with (
+        running_server(max_bytes=6 * CHUNK_BYTES) as server,
+        client_of(server) as one,
+        client_of(server) as two,
+    ):
         with new_engine(remote=one) as first, new_engine(8, remote=two) as second:
             put_prompt(first, PROMPT)
             assert first.flush() and second.lookup(PROMPT) == 16
@@ -528,7 +587,8 @@ def test_a_remote_chunk_of_another_shape_is_a_miss(server):
 
 
 def test_a_length_that_nobody_stored_is_not_claimed_for_the_remote(server):
-    """The remote says only that the key is there: by hash, lengths other than a chunk's are no hit."""
+    """The remote says only that the key is there: by hash, lengths other than a chunk's are no
+    hit."""
     with client_of(server) as client, new_engine(remote=client) as engine:
         put_prompt(engine, PROMPT)
         assert engine.flush()
@@ -578,7 +638,9 @@ def test_flush_tells_of_what_was_dropped(server):
         assert stats["remote_dropped"] == 4 and stats["remote_puts"] == 4
 
 
-@pytest.mark.parametrize("fault", [ConnectionError("gone"), TimeoutError("slow"), RuntimeError("odd"), KeyError("no")])
+@pytest.mark.parametrize(
+    "fault", [ConnectionError("gone"), TimeoutError("slow"), RuntimeError("odd"), KeyError("no")]
+)
 def test_whatever_the_remote_raises_is_a_miss(fault):
     """And it is left alone for a second, so that not every request waits for it."""
 

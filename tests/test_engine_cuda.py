@@ -1,4 +1,5 @@
-"""The same results on a GPU as on a CPU: stores on either device, all layouts, streams, and the server on `cuda`.
+"""The same results on a GPU as on a CPU: stores on either device, all layouts, streams, and the
+server on `cuda`.
 
 Every test here skips where torch sees no GPU.
 """
@@ -18,18 +19,29 @@ pytestmark = [
 ]
 
 L, B, N, H, D, T = 3, 40, 16, 2, 32, 512
-LAYOUTS = {"2BNHD": (2, B, N, H, D), "B2NHD": (B, 2, N, H, D), "BHNC": (B, H, N, 2 * D), "BNC": (B, N, D)}
+LAYOUTS = {
+    "2BNHD": (2, B, N, H, D),
+    "B2NHD": (B, 2, N, H, D),
+    "BHNC": (B, H, N, 2 * D),
+    "BNC": (B, N, D),
+}
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 def make(layout: str, dtype: torch.dtype, store_on: str, gib: float = 0.02, remote: object = None):
     """An engine, its pages on the GPU with random bytes, and a copy of them on the CPU."""
     mla = layout == "BNC"
-    metadata = LMCacheMetadata("m", 1, 1, 0, 0, dtype, (L, 1 if mla else 2, 256, 1 if mla else H, D), use_mla=mla)
-    engine = LMCacheEngine(LMCacheEngineConfig(max_local_cpu_size=gib), metadata, device=store_on, remote=remote)
+    metadata = LMCacheMetadata(
+        "m", 1, 1, 0, 0, dtype, (L, 1 if mla else 2, 256, 1 if mla else H, D), use_mla=mla
+    )
+    engine = LMCacheEngine(
+        LMCacheEngineConfig(max_local_cpu_size=gib), metadata, device=store_on, remote=remote
+    )
     shape = LAYOUTS[layout]
     sizes = (*shape[:-1], shape[-1] * dtype.itemsize)
-    pages = [torch.randint(0, 256, sizes, dtype=torch.uint8, device="cuda").view(dtype) for _ in range(L)]
+    pages = [
+        torch.randint(0, 256, sizes, dtype=torch.uint8, device="cuda").view(dtype) for _ in range(L)
+    ]
     engine.register_kv_caches(pages, layout)
     return engine, pages, [page.view(torch.uint8).cpu() for page in pages]
 
@@ -63,7 +75,9 @@ def at(page: torch.Tensor, layout: str, slots: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["scattered", "blocks"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_comes_back_is_what_was_stored(layout: str, dtype: torch.dtype, kind: str, store_on: str) -> None:
+def test_what_comes_back_is_what_was_stored(
+    layout: str, dtype: torch.dtype, kind: str, store_on: str
+) -> None:
     engine, pages, before = make(layout, dtype, store_on)
     with engine:
         slots, others = slots_of(kind), slots_of(kind)
@@ -106,7 +120,9 @@ def test_store_waits_for_the_callers_stream_and_the_caller_sees_retrieve(store_o
         for page in pages:
             page.fill_(0.0)
         engine.retrieve(list(range(T)), slot_mapping=slots)
-        total = sum(page.flatten(1, 2)[:, slots.cuda()].sum() for page in pages)  # on the caller's stream
+        total = sum(
+            page.flatten(1, 2)[:, slots.cuda()].sum() for page in pages
+        )  # on the caller's stream
         assert total.item() == 7.0 * L * 2 * T * H * D
 
 
@@ -185,7 +201,9 @@ def test_an_engine_on_cuda_and_its_remote() -> None:
                 poison(pages)
                 assert second.retrieve(list(range(T)), slot_mapping=slots).all()
             for page, old in zip(pages, before, strict=True):
-                assert torch.equal(at(page.view(torch.uint8), "2BNHD", slots), at(old, "2BNHD", slots))
+                assert torch.equal(
+                    at(page.view(torch.uint8), "2BNHD", slots), at(old, "2BNHD", slots)
+                )
 
 
 def test_more_memory_than_the_gpu_has_is_a_clear_refusal() -> None:
@@ -195,5 +213,7 @@ def test_more_memory_than_the_gpu_has_is_a_clear_refusal() -> None:
 
 def test_a_gpu_that_is_not_there() -> None:
     count = torch.cuda.device_count()
-    with pytest.raises(ValueError, match=rf"device 'cuda:{count}' is not here; this host has cpu, cuda, cuda:0"):
+    with pytest.raises(
+        ValueError, match=rf"device 'cuda:{count}' is not here; this host has cpu, cuda, cuda:0"
+    ):
         ChunkStore(f"cuda:{count}", 1 << 20)

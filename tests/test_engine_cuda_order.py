@@ -1,9 +1,11 @@
-"""The CUDA paths on a CPU: the same code with make-believe streams that check the order of what it queues.
+"""The CUDA paths on a CPU: the same code with make-believe streams that check the order of what it
+queues.
 
-Every queued step is stamped with a vector clock: a stream's steps are in order, wait_event and wait_stream bring in
-what came before. Two steps that touch the same memory, one of them writing, must be ordered, whatever the GPU does in
-between; and the host may look at memory only after it has waited for the last step that wrote it. The steps themselves
-run at once, on CPU tensors, so that the bytes are checked too.
+Every queued step is stamped with a vector clock: a stream's steps are in order, wait_event and
+wait_stream bring in what came before. Two steps that touch the same memory, one of them writing,
+must be ordered, whatever the GPU does in between; and the host may look at memory only after it has
+waited for the last step that wrote it. The steps themselves run at once, on CPU tensors, so that
+the bytes are checked too.
 """
 
 import contextlib
@@ -25,13 +27,17 @@ class World:
         self.streams: list[Stream] = []
         self.current = self.default = Stream(self)
         self.host: Clock = Counter()
-        self.touched: list[tuple[int, int, bool, int, Clock, str]] = []  # start, end, writes, stream, clock, what
+        self.touched: list[
+            tuple[int, int, bool, int, Clock, str]
+        ] = []  # start, end, writes, stream, clock, what
 
     def step(self, what: str, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
         stream = self.current
         stream.clock |= self.host  # queued by the host, after all that it waited for
         stream.clock[stream.number] += 1
-        for tensor, writing in [(tensor, False) for tensor in reads] + [(tensor, True) for tensor in writes]:
+        for tensor, writing in [(tensor, False) for tensor in reads] + [
+            (tensor, True) for tensor in writes
+        ]:
             start = tensor.data_ptr()
             end = start + tensor.numel() * tensor.element_size()
             for other_start, other_end, wrote, number, clock, other in self.touched:
@@ -42,7 +48,9 @@ class World:
     def host_looks(self, start: int, end: int) -> None:
         for other_start, other_end, _, number, clock, other in self.touched:
             if start < other_end and other_start < end:
-                assert self.host[number] >= clock[number], f"the host touches memory before {other} is complete"
+                assert self.host[number] >= clock[number], (
+                    f"the host touches memory before {other} is complete"
+                )
 
 
 class Stream:
@@ -83,12 +91,16 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
     plain_copy = torch.Tensor.copy_
 
-    def copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    def copy(
+        target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
+    ) -> torch.Tensor:
         world.step("copy", [source], [target])
         return plain_copy(target, source)
 
     plain_empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **how: plain_empty(*size, **how))
+    monkeypatch.setattr(
+        torch, "empty", lambda *size, pin_memory=False, **how: plain_empty(*size, **how)
+    )
     monkeypatch.setattr(torch.Tensor, "copy_", copy)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device=None: Stream(world))
     monkeypatch.setattr(torch.cuda, "Event", lambda: Event(world))
@@ -103,7 +115,9 @@ def test_store_and_retrieve(world: World, one_device: bool) -> None:
     pages = [torch.randn(2, 32, 4, 2, 8) for _ in range(2)]
     before = [page.clone() for page in pages]
     slots = torch.randperm(128)[:112]  # 7 chunks
-    with LMCacheEngine(LMCacheEngineConfig(chunk_size=16, max_local_cpu_size=0.001), metadata) as engine:
+    with LMCacheEngine(
+        LMCacheEngineConfig(chunk_size=16, max_local_cpu_size=0.001), metadata
+    ) as engine:
         engine.register_kv_caches(pages, "2BNHD")
         paged = engine._paged
         assert paged is not None
@@ -112,14 +126,20 @@ def test_store_and_retrieve(world: World, one_device: bool) -> None:
 
             def queued(jobs, move=move, name=name):  # type: ignore[no-untyped-def]
                 chunks = [chunk for _, chunk in jobs]
-                world.step(name, pages if name == "gather" else chunks, chunks if name == "gather" else pages)
+                world.step(
+                    name,
+                    pages if name == "gather" else chunks,
+                    chunks if name == "gather" else pages,
+                )
                 move(jobs)
 
             setattr(paged, name, queued)
 
         def move_cuda(move, paged, jobs, go=engine._move_cuda):  # type: ignore[no-untyped-def]
             if not one_device:
-                paged.device = torch.device("cpu", 0)  # another than the store's "cpu", and still one
+                paged.device = torch.device(
+                    "cpu", 0
+                )  # another than the store's "cpu", and still one
             go(move, paged, jobs)
             for _, chunk in jobs:
                 start = engine.chunks.bytes_of(chunk).data_ptr()
@@ -134,7 +154,9 @@ def test_store_and_retrieve(world: World, one_device: bool) -> None:
         assert engine.retrieve(list(range(112)), slot_mapping=slots).all()
     for page, old in zip(pages, before, strict=True):
         assert torch.equal(page.flatten(1, 2)[:, slots], old.flatten(1, 2)[:, slots])
-    assert sum(what in ("gather", "scatter") for *_, what in world.touched) > (2 if one_device else 14)
+    assert sum(what in ("gather", "scatter") for *_, what in world.touched) > (
+        2 if one_device else 14
+    )
 
 
 @pytest.mark.parametrize("size", [1, STAGING_BYTES - 1, STAGING_BYTES, 3 * STAGING_BYTES + 5])

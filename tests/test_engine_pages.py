@@ -1,4 +1,5 @@
-"""Paged layouts: gather and scatter against a loop over slots, for every layout, many dtypes, and awkward strides."""
+"""Paged layouts: gather and scatter against a loop over slots, for every layout, many dtypes, and
+awkward strides."""
 
 import pytest
 import torch
@@ -18,7 +19,15 @@ SLOTS = {
     "a block's length, but not its start": range_of(2, 4),
     "one": [9],
 }
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.uint8, torch.int8]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.uint8,
+    torch.int8,
+]
 
 
 def random_of(dtype, *shape):
@@ -39,7 +48,8 @@ def at(kvcaches, layout, kv, layer, slot):
     """The [H*D] of one slot, read by the letters of the layout."""
     block, offset = slot // N, slot % N
     row = {
-        "2BNHD": lambda: kvcaches[layer][kv, block, offset], "B2NHD": lambda: kvcaches[layer][block, kv, offset],
+        "2BNHD": lambda: kvcaches[layer][kv, block, offset],
+        "B2NHD": lambda: kvcaches[layer][block, kv, offset],
         "BHNC": lambda: kvcaches[layer][block, :, offset, kv * D : (kv + 1) * D],
         "SHD": lambda: kvcaches[kv][layer][slot], "BNC": lambda: kvcaches[layer][block, offset],
         "BNHD": lambda: kvcaches[layer][block, offset],
@@ -49,13 +59,19 @@ def at(kvcaches, layout, kv, layer, slot):
 
 def naive(kvcaches, layout, meta, slots):
     rows = [
-        at(kvcaches, layout, kv, layer, slot) for kv in range(meta.kv_shape[1]) for layer in range(L) for slot in slots
+        at(kvcaches, layout, kv, layer, slot)
+        for kv in range(meta.kv_shape[1])
+        for layer in range(L)
+        for slot in slots
     ]
-    return torch.stack([row.contiguous().view(torch.uint8) for row in rows]).flatten()  # [K, L, T, H*D] as bytes
+    return torch.stack(
+        [row.contiguous().view(torch.uint8) for row in rows]
+    ).flatten()  # [K, L, T, H*D] as bytes
 
 
 def check(kvcaches, layout, meta, slots):
-    """Gather is what the loop reads; what is scattered is what the loop then reads; the rest is untouched."""
+    """Gather is what the loop reads; what is scattered is what the loop then reads; the rest is
+    untouched."""
     paged, index = PagedKVCache(kvcaches, layout, meta), torch.tensor(slots)
     chunk = torch.zeros(naive(kvcaches, layout, meta, slots).numel(), dtype=torch.uint8)
     paged.gather([(index, chunk)])
@@ -88,18 +104,28 @@ def test_many_chunks_at_once(layout):
     paged.gather([(slots, chunk) for slots, chunk, _ in jobs])
     assert all(torch.equal(chunk, wanted) for _, chunk, wanted in jobs)
     paged.scatter([(slots, ~chunk) for slots, chunk, _ in jobs])
-    assert all(torch.equal(naive(kvcaches, layout, meta, slots.tolist()), ~wanted) for slots, _, wanted in jobs)
+    assert all(
+        torch.equal(naive(kvcaches, layout, meta, slots.tolist()), ~wanted)
+        for slots, _, wanted in jobs
+    )
     paged.gather([])
 
 
-@pytest.mark.parametrize("starts", [[0, 1, 2, 3], [3, 2, 1, 0], [0, 2, 4, 6], [0, 1, 3, 4], [5, 1, 6, 0]], ids=str)
+@pytest.mark.parametrize(
+    "starts", [[0, 1, 2, 3], [3, 2, 1, 0], [0, 2, 4, 6], [0, 1, 3, 4], [5, 1, 6, 0]], ids=str
+)
 @pytest.mark.parametrize("kind", ["whole blocks", "scattered", "of both"])
 @pytest.mark.parametrize("layout", SHAPES)
 def test_chunks_in_one_memory(layout, kind, starts):
-    """Side by side, the other way round, with gaps: every byte is its own chunk's, and none between them is touched."""
+    """Side by side, the other way round, with gaps: every byte is its own chunk's, and none between
+    them is touched."""
     kvcaches, meta = make(layout, torch.bfloat16)
     paged, parts = PagedKVCache(kvcaches, layout, meta), torch.randperm(B)[:4]
-    slots = (parts[:, None] * N + torch.arange(N)) if kind != "scattered" else torch.randperm(B * N)[: 4 * N].view(4, N)
+    slots = (
+        (parts[:, None] * N + torch.arange(N))
+        if kind != "scattered"
+        else torch.randperm(B * N)[: 4 * N].view(4, N)
+    )
     if kind == "of both":
         slots[2] = slots[2].flip(0)
     wanted = [naive(kvcaches, layout, meta, row.tolist()) for row in slots]
@@ -116,7 +142,8 @@ def test_chunks_in_one_memory(layout, kind, starts):
     memory.bitwise_not_()
     paged.scatter(list(zip(slots, chunks, strict=True)))
     assert all(
-        torch.equal(naive(kvcaches, layout, meta, row.tolist()), ~each) for row, each in zip(slots, wanted, strict=True)
+        torch.equal(naive(kvcaches, layout, meta, row.tolist()), ~each)
+        for row, each in zip(slots, wanted, strict=True)
     )
 
 
@@ -128,7 +155,9 @@ def test_neighbours_that_are_not_one_memory():
     size = len(wanted[0])
     assert size % ALIGN_BYTES == 0
     memory = bytearray(2 * size)
-    chunks = [torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=size) for start in (0, size)]
+    chunks = [
+        torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=size) for start in (0, size)
+    ]
     paged.gather(list(zip(slots, chunks, strict=True)))
     assert memory == b"".join(bytes(each.tolist()) for each in wanted)
 
@@ -136,7 +165,10 @@ def test_neighbours_that_are_not_one_memory():
 def test_one_chunk_to_two_places():
     """A segment that a prompt holds twice."""
     kvcaches, meta = make("2BNHD", torch.bfloat16)
-    paged, chunk = PagedKVCache(kvcaches, "2BNHD", meta), naive(kvcaches, "2BNHD", meta, range_of(0, 4))
+    paged, chunk = (
+        PagedKVCache(kvcaches, "2BNHD", meta),
+        naive(kvcaches, "2BNHD", meta, range_of(0, 4)),
+    )
     paged.scatter([(torch.tensor(range_of(8, 4)), chunk), (torch.tensor([20, 19, 18, 17]), chunk)])
     for slots in (range_of(8, 4), [20, 19, 18, 17]):
         assert torch.equal(naive(kvcaches, "2BNHD", meta, slots), chunk)
@@ -144,12 +176,15 @@ def test_one_chunk_to_two_places():
 
 @pytest.mark.parametrize("offset", [0, 2, 4, 8])
 def test_memory_that_is_not_aligned(offset):
-    """A serving engine's memory may start anywhere: it is seen in steps that its address is a multiple of."""
+    """A serving engine's memory may start anywhere: it is seen in steps that its address is a
+    multiple of."""
     meta, kvcaches = metadata(kv_dtype=torch.bfloat16, kv_shape=(L, 2, 4, H, 8)), []
     for _ in range(L):
         memory = bytearray(2 * B * N * H * 8 * 2 + 16 + offset)
         start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % 16 + offset
-        kvcaches.append(torch.frombuffer(memory, dtype=torch.bfloat16, offset=start, count=2 * B * N * H * 8))
+        kvcaches.append(
+            torch.frombuffer(memory, dtype=torch.bfloat16, offset=start, count=2 * B * N * H * 8)
+        )
         kvcaches[-1].normal_()
     kvcaches = [one.view(2, B, N, H, 8) for one in kvcaches]
     assert all(one.data_ptr() % 16 == offset for one in kvcaches)
@@ -173,7 +208,8 @@ def test_odd_sizes(layout, heads, head_dim, monkeypatch):
 @pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS)
 @pytest.mark.parametrize("which", [{0}, {1}, {0, 1, 2}], ids=str)
 def test_layers_that_are_not_contiguous(which, slots):
-    """Some or all layers are views with gaps; all go the way that the most awkward of them can go."""
+    """Some or all layers are views with gaps; all go the way that the most awkward of them can
+    go."""
     kvcaches, meta = make("2BNHD", torch.float32)
     kvcaches = [
         torch.zeros(2, B, N, 2 * H, D)[:, :, :, ::2].copy_(one) if layer in which else one
@@ -184,7 +220,9 @@ def test_layers_that_are_not_contiguous(which, slots):
 
 def test_a_last_axis_with_gaps():
     kvcaches, meta = make("2BNHD", torch.bfloat16)
-    check([torch.stack([one, one], -1)[..., 0] for one in kvcaches], "2BNHD", meta, SLOTS["scattered"])
+    check(
+        [torch.stack([one, one], -1)[..., 0] for one in kvcaches], "2BNHD", meta, SLOTS["scattered"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -215,16 +253,21 @@ def test_what_does_not_fit_is_refused(layout, kvcaches):
 @pytest.mark.parametrize("slots", [[-1], [B * N], [0, 2**40], [-(2**63)]])
 def test_slots_that_are_not_there(slots):
     kvcaches, meta = make("2BNHD", torch.float32)
-    with pytest.raises(ValueError, match=f"slot {slots[-1]} is not in the paged cache; allowed: 0..{B * N - 1}"):
+    with pytest.raises(
+        ValueError, match=f"slot {slots[-1]} is not in the paged cache; allowed: 0..{B * N - 1}"
+    ):
         PagedKVCache(kvcaches, "2BNHD", meta).check_slots(torch.tensor(slots))
 
 
 def test_a_layout_seen_on_vllms_cpu_build():
-    """[364, 3, 128, 128] for H=3, D=64, N=128: keys in the first 64 of the last axis, values in the rest."""
+    """[364, 3, 128, 128] for H=3, D=64, N=128: keys in the first 64 of the last axis, values in the
+    rest."""
     kvcaches = [torch.randn(8, 3, 128, 128) for _ in range(2)]
     paged = PagedKVCache(kvcaches, "BHNC", metadata(kv_shape=(2, 2, 4, 3, 64)))
     assert (paged.num_blocks, paged.block_size) == (8, 128)
     chunk = torch.zeros(2 * 2 * 1 * 3 * 64 * 4, dtype=torch.uint8)
     paged.gather([(torch.tensor([128 * 5 + 7]), chunk)])
     found = chunk.view(torch.float32).view(2, 2, 3, 64)  # [K, L, H, D], of one token
-    assert torch.equal(found[0, 1], kvcaches[1][5, :, 7, :64]) and torch.equal(found[1, 0], kvcaches[0][5, :, 7, 64:])
+    assert torch.equal(found[0, 1], kvcaches[1][5, :, 7, :64]) and torch.equal(
+        found[1, 0], kvcaches[0][5, :, 7, 64:]
+    )

@@ -1,4 +1,5 @@
-"""The arena and the chunk store: no byte in two places, no chunk lost, evicted or freed before its time."""
+"""The arena and the chunk store: no byte in two places, no chunk lost, evicted or freed before its
+time."""
 
 import hashlib
 import threading
@@ -31,7 +32,9 @@ def test_pieces_never_overlap_and_merge_again(steps):
         assert all(offset >= 0 and offset + size <= 100 for offset, size in in_use)
         assert arena.used == sum(size for _, size in taken)
         largest = max((b - a for a, b in holes(in_use)), default=0)
-        assert largest == max([*arena._sizes, 100 - arena.top])  # what is free is one piece, not many
+        assert largest == max(
+            [*arena._sizes, 100 - arena.top]
+        )  # what is free is one piece, not many
     for piece in taken:
         arena.give_back(*piece)
     assert arena.take(100) == 0
@@ -39,7 +42,10 @@ def test_pieces_never_overlap_and_merge_again(steps):
 
 def holes(in_use):
     ends = [0, *(offset + size for offset, size in in_use)]
-    return [(end, start) for end, start in zip(ends, [*(offset for offset, _ in in_use), 100], strict=True)]
+    return [
+        (end, start)
+        for end, start in zip(ends, [*(offset for offset, _ in in_use), 100], strict=True)
+    ]
 
 
 def test_the_smallest_piece_that_fits_is_taken():
@@ -82,7 +88,8 @@ def test_put_and_get(store):
     assert read(store, chunk) == bytes(store.bytes_of(chunk).tolist()) == b"hello"
     store.release([chunk])
     assert store.acquire("b") is None
-    assert store.stats() == dict(chunks=1, bytes_used=64, max_bytes=256, pins=0, pinned_chunks=0, hits=1, misses=1,
+    assert store.stats() == dict(chunks=1, bytes_used=64, max_bytes=256, pins=0, pinned_chunks=0,
+                                 hits=1, misses=1,
                                  evictions=0, rejected=0)  # fmt: skip
 
 
@@ -180,7 +187,11 @@ def test_remove_and_clear_leave_readers_their_bytes(store):
     assert store.remove("b") and not store.remove("b")
     store.pin("id", store.acquire_prefix("a", [None]), 100.0)
     store.clear()
-    assert store.keys() == [] and read(store, reader) == b"b" * 64 and store.stats()["bytes_used"] == 64
+    assert (
+        store.keys() == []
+        and read(store, reader) == b"b" * 64
+        and store.stats()["bytes_used"] == 64
+    )
     store.release([reader])
     for key in "abcdef":
         assert put(store, key)
@@ -222,7 +233,9 @@ def test_no_room_at_all(size):
         ChunkStore("cpu", size)
 
 
-@pytest.mark.parametrize("fault", [OSError("no memory"), RuntimeError("CUDA error: out of memory"), MemoryError()])
+@pytest.mark.parametrize(
+    "fault", [OSError("no memory"), RuntimeError("CUDA error: out of memory"), MemoryError()]
+)
 def test_an_allocation_that_fails_says_how_much_and_where(fault, monkeypatch):
     def allocate(self, size):
         raise fault
@@ -261,7 +274,8 @@ def test_warming_changes_no_byte(warm_bytes):
 
 @pytest.mark.parametrize("busy", [False, True])
 def test_warming_waits_for_quiet(busy, monkeypatch):
-    """Somebody takes memory during every step: from the third on, 4 MiB are ready, and it pauses before each."""
+    """Somebody takes memory during every step: from the third on, 4 MiB are ready, and it pauses
+    before each."""
     monkeypatch.setattr(engine, "WARM_BYTES", 8 << 20)
     store, pauses = ChunkStore("cpu", 16 << 20, warm_bytes=0), []
 
@@ -277,7 +291,8 @@ def test_warming_waits_for_quiet(busy, monkeypatch):
 
 
 def test_threads_never_see_half_a_chunk_or_anothers():
-    """8 threads put, get, pin and remove under a few keys in a small store; each read is whole and its key's."""
+    """8 threads put, get, pin and remove under a few keys in a small store; each read is whole and
+    its key's."""
     store = ChunkStore("cpu", 40 * 1024, warm_bytes=0)
     began = time.monotonic()
 
@@ -305,7 +320,11 @@ def test_threads_never_see_half_a_chunk_or_anothers():
     for name in "012":
         store.unpin(name)
     assert all(chunk.refs == 0 for chunk in store._chunks.values())
-    assert store.stats()["bytes_used"] == sum(-(-c.nbytes // 64) * 64 for c in store._chunks.values()) <= 40 * 1024
+    assert (
+        store.stats()["bytes_used"]
+        == sum(-(-c.nbytes // 64) * 64 for c in store._chunks.values())
+        <= 40 * 1024
+    )
     store.clear()
     assert store.stats()["bytes_used"] == 0 and store._arena.top == 0
     store.close()

@@ -27,7 +27,8 @@ pytestmark = pytest.mark.usefixtures("ipc_folder")
 
 
 class FakeEngine:
-    """Answers with `answer(number of this lookup)`, a number or an exception, and remembers what it was asked."""
+    """Answers with `answer(number of this lookup)`, a number or an exception, and remembers what it
+    was asked."""
 
     def __init__(self, answer=lambda number: 4, **changes):
         self.config, self.answer, self.asked = config(**changes), answer, []
@@ -42,7 +43,10 @@ class FakeEngine:
 
 def client_for(world_size=1, timeout_ms=5000, **changes):
     ranks = changes.pop("ranks", None)
-    changes = dict(world_size=world_size, kv_shape=(2, 1 if changes.get("use_mla") else 2, 4, 2, 4)) | changes
+    changes = (
+        dict(world_size=world_size, kv_shape=(2, 1 if changes.get("use_mla") else 2, 4, 2, 4))
+        | changes
+    )
     return LMCacheLookupClient(
         config(lookup_timeout_ms=timeout_ms, lookup_server_worker_ids=ranks), metadata(**changes)
     )
@@ -52,8 +56,14 @@ def client_for(world_size=1, timeout_ms=5000, **changes):
 def servers(*engines, **changes):
     """A lookup server for each rank."""
     with contextlib.ExitStack() as stack:
-        metas = [metadata(world_size=len(engines), worker_id=rank, **changes) for rank in range(len(engines))]
-        yield [stack.enter_context(LMCacheLookupServer(*pair)) for pair in zip(engines, metas, strict=True)]
+        metas = [
+            metadata(world_size=len(engines), worker_id=rank, **changes)
+            for rank in range(len(engines))
+        ]
+        yield [
+            stack.enter_context(LMCacheLookupServer(*pair))
+            for pair in zip(engines, metas, strict=True)
+        ]
 
 
 @contextlib.contextmanager
@@ -76,7 +86,8 @@ def request(tokens=PROMPT, lookup_id=b"id", configs=b""):
 
 
 def test_a_lookup():
-    """The answer is the engine's, pinned under the id, and remembered; a prompt of no full chunk is no question."""
+    """The answer is the engine's, pinned under the id, and remembered; a prompt of no full chunk is
+    no question."""
     with new_engine() as engine, servers(engine), client_for() as client:
         put_prompt(engine, PROMPT)
         assert client.lookup_cache("a") == -1
@@ -104,22 +115,35 @@ def test_the_frames():
     engine = FakeEngine(lambda number: 0x01020304)
     with servers(engine) as (server,), raw(server.path) as sock:
         sock.send_multipart(
-            [pack([-1, 2**64 - 1, b"\0" * 32]), pack([4, 4, 2]), "ü".encode(), b'{"lmcache.tag.a": "b"}']
+            [
+                pack([-1, 2**64 - 1, b"\0" * 32]),
+                pack([4, 4, 2]),
+                "ü".encode(),
+                b'{"lmcache.tag.a": "b"}',
+            ]
         )
         assert sock.recv_multipart() == [b"\1\2\3\4"]
     configs = {"lmcache.tag.a": "b"}
     wanted = dict(
-        hashes=[-1, 2**64 - 1, bytes(32)], offsets=[4, 4, 2], lookup_id="ü", pin=True, request_configs=configs
+        hashes=[-1, 2**64 - 1, bytes(32)],
+        offsets=[4, 4, 2],
+        lookup_id="ü",
+        pin=True,
+        request_configs=configs,
     )
     assert engine.asked == [wanted]
 
 
-@pytest.mark.parametrize("tokens", [PROMPT, tuple(PROMPT), torch.tensor(PROMPT)], ids=["list", "tuple", "tensor"])
+@pytest.mark.parametrize(
+    "tokens", [PROMPT, tuple(PROMPT), torch.tensor(PROMPT)], ids=["list", "tuple", "tensor"]
+)
 def test_blending_sends_tokens(tokens):
     engine = FakeEngine(lambda number: 5, enable_blending=True)
     with servers(engine):
         extra = {"blend_special_token_ids": [9]}
-        with LMCacheLookupClient(config(enable_blending=True, extra_config=extra), metadata()) as client:
+        with LMCacheLookupClient(
+            config(enable_blending=True, extra_config=extra), metadata()
+        ) as client:
             assert client.lookup(tokens, "id", {"a": 1}) == 5
             assert client.lookup([], "id") == 0
             for bad in ([1.5], ["a"], [None], torch.ones(2)):
@@ -132,10 +156,16 @@ def test_tags_travel():
     with new_engine() as engine, servers(engine), client_for() as client:
         put_prompt(engine, PROMPT, request_configs={"lmcache.tag.user": "ann"})
         assert client.lookup(PROMPT, "a", {"lmcache.tag.user": "ann"}) == 16
-        assert client.lookup(PROMPT, "b", {"lmcache.tag.user": "bob"}) == client.lookup(PROMPT, "c") == 0
+        assert (
+            client.lookup(PROMPT, "b", {"lmcache.tag.user": "bob"})
+            == client.lookup(PROMPT, "c")
+            == 0
+        )
 
 
-@pytest.mark.parametrize("hashes", [[bytes(range(32)), bytes(32)], [-1, -(2**63)], [2**63, 2**64 - 1]])
+@pytest.mark.parametrize(
+    "hashes", [[bytes(range(32)), bytes(32)], [-1, -(2**63)], [2**63, 2**64 - 1]]
+)
 def test_hashes_of_every_kind(hashes):
     """LM#2997, VA#13602: the same as asking the engine directly."""
     with new_engine() as engine, servers(engine), client_for() as client:
@@ -147,7 +177,8 @@ def test_hashes_of_every_kind(hashes):
             client.lookup([], "id")
 
 
-@pytest.mark.parametrize("arguments", [("abcd", "id"), ([1.5] * 4, "id"), (PROMPT, 5), (PROMPT, "\ud800"),
+@pytest.mark.parametrize("arguments", [("abcd", "id"), ([1.5] * 4, "id"), (PROMPT, 5),
+                                       (PROMPT, "\ud800"),
                                        (PROMPT, "id", {"a": object()})], ids=str)  # fmt: skip
 def test_what_is_no_question_is_refused_before_it_is_sent(arguments):
     with client_for() as client:
@@ -170,10 +201,14 @@ def test_the_envelope_comes_back_as_it_was():
 
 BAD = {
     "one frame": [b"x"], "nothing": [b""], "five frames": [b"1", b"2", b"3", b"4", b"5"],
-    "byte 0xc1": [b"\xc1", pack([4]), b"id", b""], "an id that is not UTF-8": [pack([1]), pack([4]), b"\xff", b""],
-    "broken JSON": [pack([1]), pack([4]), b"id", b"{"], "JSON of another kind": [pack([1]), pack([4]), b"id", b"[7]"],
-    "deep JSON": [pack([1]), pack([4]), b"id", b"[" * 100_000], "deep": [b"\x91" * 100_000, pack([4]), b"id", b""],
-    "other lengths": [pack([1, 2]), pack([4]), b"id", b""], "a length of 0": [pack([1]), pack([0]), b"id", b""],
+    "byte 0xc1": [b"\xc1", pack([4]), b"id", b""],
+    "an id that is not UTF-8": [pack([1]), pack([4]), b"\xff", b""],
+    "broken JSON": [pack([1]), pack([4]), b"id", b"{"],
+    "JSON of another kind": [pack([1]), pack([4]), b"id", b"[7]"],
+    "deep JSON": [pack([1]), pack([4]), b"id", b"[" * 100_000],
+    "deep": [b"\x91" * 100_000, pack([4]), b"id", b""],
+    "other lengths": [pack([1, 2]), pack([4]), b"id", b""],
+    "a length of 0": [pack([1]), pack([0]), b"id", b""],
     "floats": [pack([1.5]), pack([4]), b"id", b""], "a map": [pack({}), pack([4]), b"id", b""],
     "cut off": [pack([1, 2])[:-1], pack([4, 4]), b"id", b""],
     "a huge list announced": [b"\xdd\xff\xff\xff\xff", pack([4]), b"id", b""],
@@ -196,7 +231,8 @@ def test_a_bad_request_is_answered_0_and_the_next_is_right(name, caplog):
 
 @pytest.mark.parametrize(
     "result",
-    [KeyError("k"), MemoryError(), zmq.ZMQError(zmq.EFSM), zmq.Again(), TimeoutError(), -1, 2**32, None, 1.5, "4"],
+    [KeyError("k"), MemoryError(), zmq.ZMQError(zmq.EFSM), zmq.Again(), TimeoutError(), -1, 2**32,
+     None, 1.5, "4"],
     ids=repr,
 )  # fmt: skip
 def test_an_engine_that_fails_is_0_and_the_next_is_right(result):
@@ -255,7 +291,8 @@ def test_one_rank_is_silent(caplog):
 
 
 def test_mla_asks_rank_0_alone():
-    """LM#919, LM#1619: tp=4, a server on rank 0 only: its count, without a wait. Or the ranks that the config says."""
+    """LM#919, LM#1619: tp=4, a server on rank 0 only: its count, without a wait. Or the ranks that
+    the config says."""
     with servers(FakeEngine(lambda number: 12)), client_for(4, use_mla=True) as client:
         began = time.monotonic()
         assert client.lookup(PROMPT, "id") == 12 and time.monotonic() - began < 1.0
@@ -269,7 +306,12 @@ def test_engine_ids_and_services_have_paths_of_their_own():
     """LM#1165, LM#1122: engine A is full and B empty; lookup beside offload."""
     with new_engine() as full, new_engine(meta=dict(engine_id="b")) as empty:
         put_prompt(full, PROMPT)
-        with servers(full), servers(empty, engine_id="b"), client_for() as a, client_for(engine_id="b") as b:
+        with (
+            servers(full),
+            servers(empty, engine_id="b"),
+            client_for() as a,
+            client_for(engine_id="b") as b,
+        ):
             with ZMQOffloadServer(full, 0), ZMQOffloadServer(empty, 0):
                 assert (a.lookup(PROMPT, "id"), b.lookup(PROMPT, "id")) == (16, 0)
 
@@ -280,7 +322,10 @@ def test_both_ends_meet_on_a_long_path(length, tmp_path, monkeypatch):
     folder = f"/tmp/{uuid.uuid4().hex}".ljust(length, "x")
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", folder)
     engine_id = str(uuid.uuid4())
-    with servers(FakeEngine(), engine_id=engine_id) as (server,), client_for(engine_id=engine_id) as client:
+    with (
+        servers(FakeEngine(), engine_id=engine_id) as (server,),
+        client_for(engine_id=engine_id) as client,
+    ):
         assert client.lookup(PROMPT, "id") == 4
     assert not os.path.exists(server.path)
     with contextlib.suppress(FileNotFoundError):
@@ -291,7 +336,8 @@ def test_both_ends_meet_on_a_long_path(length, tmp_path, monkeypatch):
 
 
 def test_a_late_reply_is_never_anothers():
-    """LM#1929, LM#2020, LM#3766: the handler sleeps past the timeout once: 0, then the true count."""
+    """LM#1929, LM#2020, LM#3766: the handler sleeps past the timeout once: 0, then the true
+    count."""
     slow = threading.Event()
 
     def answer(number):
@@ -328,7 +374,11 @@ def test_a_reply_that_is_none(reply, tmp_path):
     """From a server that is not ours: 0, and the next one is asked afresh."""
     path = lookup_path(metadata(), 0)
     os.makedirs(os.path.dirname(path))
-    with zmq.Context() as context, context.socket(zmq.REP) as rep, client_for(timeout_ms=2000) as client:
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.REP) as rep,
+        client_for(timeout_ms=2000) as client,
+    ):
         rep.bind(f"ipc://{path}")
 
         def serve():
@@ -353,7 +403,10 @@ def test_one_client_in_8_threads():
     with servers(Echo(), Echo()), client_for(2, timeout_ms=20_000) as client:
 
         def work(seed):
-            return all(client.lookup(PROMPT, f"{number}") == number for number in range(seed * 1000, seed * 1000 + 100))
+            return all(
+                client.lookup(PROMPT, f"{number}") == number
+                for number in range(seed * 1000, seed * 1000 + 100)
+            )
 
         with ThreadPoolExecutor(8) as pool:
             assert all(pool.map(work, range(8)))
@@ -374,7 +427,8 @@ def test_the_memory_of_answers_is_bounded():
 @pytest.mark.parametrize("ask", [False, True], ids=["unused", "after a lookup"])
 @pytest.mark.parametrize("there", [False, True], ids=["no server", "server"])
 def test_closing_a_client(ask, there, caplog):
-    """LM#5088, LM#2293: with no server, while idle, twice, and with a socket of somebody else's alive."""
+    """LM#5088, LM#2293: with no server, while idle, twice, and with a socket of somebody else's
+    alive."""
     with contextlib.ExitStack() as stack, zmq.Context.instance().socket(zmq.REQ):
         if there:
             stack.enter_context(servers(FakeEngine()))
@@ -401,7 +455,10 @@ def test_closing_while_a_lookup_is_in_flight():
 def test_closing_a_server():
     """Twice, from two threads, while it works: the thread ends, and the path is gone."""
     entered, gate = threading.Event(), threading.Event()
-    with servers(FakeEngine(lambda number: entered.set() or gate.wait(5) and 4)) as (server,), client_for() as client:
+    with (
+        servers(FakeEngine(lambda number: entered.set() or gate.wait(5) and 4)) as (server,),
+        client_for() as client,
+    ):
         with ThreadPoolExecutor(3) as pool:
             call = pool.submit(client.lookup, PROMPT, "id")
             assert entered.wait(5)
@@ -431,7 +488,9 @@ def test_an_error_inside_with_closes_both():
 @pytest.mark.parametrize("Server", [LMCacheLookupServer, ZMQOffloadServer])
 class TestTheSocketFile:
     def start(self, Server, engine):
-        return Server(engine, engine.metadata) if Server is LMCacheLookupServer else Server(engine, 0)
+        return (
+            Server(engine, engine.metadata) if Server is LMCacheLookupServer else Server(engine, 0)
+        )
 
     def test_a_living_server_keeps_its_path(self, Server):
         """LMCache's second server takes it without a word."""
@@ -479,11 +538,17 @@ class TestTheSocketFile:
                     start.result(0.2)
             start.result(5).close()
 
-    @pytest.mark.parametrize("what", ["file", "folder is a file", "no folder may be made", "folder of another"])
+    @pytest.mark.parametrize(
+        "what", ["file", "folder is a file", "no folder may be made", "folder of another"]
+    )
     def test_a_path_that_cannot_be(self, Server, what, ipc_folder, monkeypatch):
         """V#2179: the error names the path."""
         with new_engine() as engine:
-            path = Path(lookup_path(engine.metadata, 0) if Server is LMCacheLookupServer else offload_path("toy", 0))
+            path = Path(
+                lookup_path(engine.metadata, 0)
+                if Server is LMCacheLookupServer
+                else offload_path("toy", 0)
+            )
             if what == "file":
                 ipc_folder.mkdir()
                 path.write_text("precious")
@@ -496,7 +561,9 @@ class TestTheSocketFile:
                 os.chown(ipc_folder, 12345, 12345)
             else:
                 monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/proc/no/such")
-            with pytest.raises(OSError, match="/proc/no" if what.startswith("no") else str(ipc_folder)):
+            with pytest.raises(
+                OSError, match="/proc/no" if what.startswith("no") else str(ipc_folder)
+            ):
                 self.start(Server, engine)
             for written in (path, ipc_folder):
                 assert not written.is_file() or written.read_text() == "precious"
@@ -543,7 +610,11 @@ def test_a_worker_killed_under_a_waiting_client(ipc_folder):
     with client_for(timeout_ms=500) as client:
         for number in range(2):
             with subprocess.Popen(
-                [sys.executable, "-c", WORKER], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                [sys.executable, "-c", WORKER],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
             ) as worker:
                 assert worker.stdout.readline() == "ready\n"
                 assert wait_for(lambda: client.lookup(PROMPT, "id") == 16, 10)

@@ -1,4 +1,5 @@
-"""Keys, configuration, metadata and socket paths: what is accepted, what it becomes, and what is refused by name."""
+"""Keys, configuration, metadata and socket paths: what is accepted, what it becomes, and what is
+refused by name."""
 
 import ast
 import os
@@ -25,7 +26,9 @@ from offload_server import offload_path
 # -- keys
 
 
-def key(chunk_hash=0xABC, model="llama", dtype=torch.bfloat16, layer_id=None, **tags) -> CacheEngineKey:
+def key(
+    chunk_hash=0xABC, model="llama", dtype=torch.bfloat16, layer_id=None, **tags
+) -> CacheEngineKey:
     configs = {f"lmcache.tag.{name}": value for name, value in tags.items()}
     return CacheEngineKey(model, 2, 1, chunk_hash, dtype, configs, layer_id)
 
@@ -33,7 +36,8 @@ def key(chunk_hash=0xABC, model="llama", dtype=torch.bfloat16, layer_id=None, **
 @pytest.mark.parametrize(
     "chunk_hash, digits",
     [(0, "0"), (0xABC, "abc"), (-0xABC, "-abc"), (2**64 - 1, "f" * 16), (-(2**63), "-8" + "0" * 15),
-     (bytes(31) + b"\x01", "00" * 31 + "01"), (bytes(range(32)), bytes(range(32)).hex()), (b"\0\1", "0001")],
+     (bytes(31) + b"\x01", "00" * 31 + "01"), (bytes(range(32)), bytes(range(32)).hex()),
+     (b"\0\1", "0001")],
 )  # fmt: skip
 def test_a_hash_in_a_key(chunk_hash, digits):
     """A negative hash is -abc, a `bytes` hash its hex, leading zeros and all."""
@@ -43,8 +47,12 @@ def test_a_hash_in_a_key(chunk_hash, digits):
 
 
 def test_layer_and_tags_follow_in_order():
-    """LM#2135: layer suffixes and negative hashes are names of their own. Other request_configs name nothing."""
-    assert key(-5, layer_id=3, user="ann", image="x%y").to_string() == "llama@2@1@-5@bfloat16@3@user%ann@image%x%y"
+    """LM#2135: layer suffixes and negative hashes are names of their own. Other request_configs
+    name nothing."""
+    assert (
+        key(-5, layer_id=3, user="ann", image="x%y").to_string()
+        == "llama@2@1@-5@bfloat16@3@user%ann@image%x%y"
+    )
     assert len({key(-5, layer_id=layer).to_string() for layer in (None, 0, 1, 2, 3)}) == 5
     plain = CacheEngineKey("llama", 2, 1, 1, torch.bfloat16, {"temperature": 1})
     assert plain.to_string() == "llama@2@1@1@bfloat16"
@@ -53,7 +61,8 @@ def test_layer_and_tags_follow_in_order():
 NAMES = st.text(st.characters(codec="utf-8"), max_size=20)
 
 
-@given(NAMES, st.integers(-(2**63), 2**64 - 1) | st.binary(min_size=9, max_size=32), st.sampled_from([*DTYPE_TO_TEXT]),
+@given(NAMES, st.integers(-(2**63), 2**64 - 1) | st.binary(min_size=9, max_size=32),
+       st.sampled_from([*DTYPE_TO_TEXT]),
        st.none() | st.integers(0, 99), st.dictionaries(NAMES, NAMES, max_size=3))  # fmt: skip
 def test_a_key_comes_back_as_it_was_or_is_refused(model, chunk_hash, dtype, layer_id, tags):
     wanted = key(chunk_hash, model, dtype, layer_id, **tags)
@@ -77,7 +86,8 @@ def test_text_to_key_to_text_is_the_identity_or_refused(end):
 
 @pytest.mark.parametrize(
     "bad",
-    [key(model="a@b"), key(model="a\nb"), key(model=" a"), key(user="b@c"), key(user="ends "), key(**{"a%b": "c"}),
+    [key(model="a@b"), key(model="a\nb"), key(model=" a"), key(user="b@c"), key(user="ends "),
+     key(**{"a%b": "c"}),
      key(2**64), key(-(2**63) - 1), key(2**200), key(model="m" * 150)],
 )  # fmt: skip
 def test_what_would_become_another_key_is_refused(bad):
@@ -87,7 +97,8 @@ def test_what_would_become_another_key_is_refused(bad):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "garbage", "m@1@0@abc", "m@1@0@abc@int3", "m@x@0@abc@half", "m@1@0@xyz@half", "m@1@0@ABC@half",
+    ["", "garbage", "m@1@0@abc", "m@1@0@abc@int3", "m@x@0@abc@half", "m@1@0@xyz@half",
+     "m@1@0@ABC@half",
      "m@01@0@abc@half", "m@1@0@abc@half@tag", "m@1@0@abc@half@a%b@a%c", "m@1@0@abc@half@3@4"],
 )  # fmt: skip
 def test_what_is_no_key_is_refused(text):
@@ -103,9 +114,18 @@ def test_150_bytes_fit_and_151_do_not():
 
 
 def test_the_names_and_numbers_of_the_contract():
-    names = "half bfloat16 float double int8 uint8 int16 int32 int64 bool fp8_e4m3fn fp8_e4m3fnuz fp8_e5m2 fp8_e5m2fnuz"
+    names = "half bfloat16 float double int8 uint8 int16 int32 int64 bool"
+    names += " fp8_e4m3fn fp8_e4m3fnuz fp8_e5m2 fp8_e5m2fnuz"
     assert [*DTYPE_TO_TEXT.values()] == names.split()
-    wire = [None, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.float8_e4m3fn]
+    wire = [
+        None,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.uint8,
+        torch.float8_e4m3fn,
+    ]
     assert [DTYPE_TO_INT[dtype] for dtype in [*wire, torch.float8_e5m2]] == [0, 2, 3, 4, 5, 6, 7, 8]
     formats = "UNDEFINED KV_2LTD KV_T2D KV_2TD BINARY BINARY_BUFFER KV_MLA_FMT EC_TD HS_TD"
     assert [MemoryFormat(number).name for number in range(9)] == formats.split()
@@ -115,18 +135,25 @@ def test_the_names_and_numbers_of_the_contract():
 
 # -- configuration
 
-DEFAULTS = dict(chunk_size=256, max_local_cpu_size=5.0, lookup_timeout_ms=3000, save_unfull_chunk=False)
-DEFAULTS |= dict(enable_blending=False, blend_special_str=" # # ", remote_url=None, lookup_server_worker_ids=None)
+DEFAULTS = dict(
+    chunk_size=256, max_local_cpu_size=5.0, lookup_timeout_ms=3000, save_unfull_chunk=False
+)
+DEFAULTS |= dict(
+    enable_blending=False, blend_special_str=" # # ", remote_url=None, lookup_server_worker_ids=None
+)
 DEFAULTS |= dict(extra_config=None, pin_timeout_sec=300.0, pre_caching_hash_algorithm="sha256")
 
 
 def test_defaults():
-    assert {name: getattr(LMCacheEngineConfig(), name) for name in LMCacheEngineConfig.__struct_fields__} == DEFAULTS
+    assert {
+        name: getattr(LMCacheEngineConfig(), name) for name in LMCacheEngineConfig.__struct_fields__
+    } == DEFAULTS
 
 
 ENVIRONMENT = {
     "chunk_size": ("16", 16), "max_local_cpu_size": ("0.5", 0.5), "lookup_timeout_ms": ("10", 10),
-    "save_unfull_chunk": ("true", True), "enable_blending": ("1", True), "blend_special_str": ("##", "##"),
+    "save_unfull_chunk": ("true", True), "enable_blending": ("1", True),
+    "blend_special_str": ("##", "##"),
     "remote_url": ("lm://h:1", "lm://h:1"), "lookup_server_worker_ids": ("0,3", (0, 3)),
     "extra_config": ('{"a": 1}', {"a": 1}), "pin_timeout_sec": ("7", 7.0),
     "pre_caching_hash_algorithm": ("sha256_cbor", "sha256_cbor"),
@@ -143,9 +170,15 @@ def test_environment(name, monkeypatch):
 @pytest.mark.parametrize("suffix", ["json", "toml"])
 def test_the_environment_goes_over_the_file(suffix, tmp_path, monkeypatch):
     path = tmp_path / f"config.{suffix}"
-    path.write_text('{"chunk_size": 8, "remote_url": "lm://h:1"}' if suffix == "json" else "chunk_size = 8\n")
+    path.write_text(
+        '{"chunk_size": 8, "remote_url": "lm://h:1"}' if suffix == "json" else "chunk_size = 8\n"
+    )
     monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(path))
-    assert LMCacheEngineConfig.from_env().chunk_size == LMCacheEngineConfig.from_file(path).chunk_size == 8
+    assert (
+        LMCacheEngineConfig.from_env().chunk_size
+        == LMCacheEngineConfig.from_file(path).chunk_size
+        == 8
+    )
     monkeypatch.setenv("LMCACHE_CHUNK_SIZE", "32")
     assert LMCacheEngineConfig.from_env().chunk_size == 32
 
@@ -161,9 +194,11 @@ def test_a_file_that_cannot_be_read_is_named(name, text, tmp_path):
 
 @pytest.mark.parametrize(
     "name, value",
-    [("chunk_size", 0), ("chunk_size", "many"), ("chunk_size", 1.5), ("chunk_size", None), ("max_local_cpu_size", 0),
+    [("chunk_size", 0), ("chunk_size", "many"), ("chunk_size", 1.5), ("chunk_size", None),
+     ("max_local_cpu_size", 0),
      ("max_local_cpu_size", float("nan")), ("lookup_timeout_ms", 0), ("save_unfull_chunk", "maybe"),
-     ("pre_caching_hash_algorithm", "md5"), ("lookup_server_worker_ids", "0,x"), ("lookup_server_worker_ids", [-1]),
+     ("pre_caching_hash_algorithm", "md5"), ("lookup_server_worker_ids", "0,x"),
+     ("lookup_server_worker_ids", [-1]),
      ("extra_config", "{"), ("extra_config", "[]"), ("pin_timeout_sec", -1), ("remote_url", 7)],
 )  # fmt: skip
 def test_a_bad_value_is_refused_by_the_name_of_its_field(name, value):
@@ -179,7 +214,8 @@ def test_an_unknown_name_is_refused():
 
 @pytest.mark.parametrize(
     "ids, mla, ranks",
-    [(None, False, [0, 1, 2, 3]), (None, True, [0]), ([], False, [0, 1, 2, 3]), ([], True, [0, 1, 2, 3]),
+    [(None, False, [0, 1, 2, 3]), (None, True, [0]), ([], False, [0, 1, 2, 3]),
+     ([], True, [0, 1, 2, 3]),
      ([0, 3], True, [0, 3])],
 )  # fmt: skip
 def test_which_ranks_run_a_lookup_server(ids, mla, ranks):
@@ -232,7 +268,9 @@ def test_ports_and_ids_that_cannot_be(monkeypatch):
 @pytest.mark.parametrize("length", [10, 60, 80, 120, 300])
 def test_a_long_path_is_shortened_the_same_way_every_time(length, monkeypatch):
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/tmp/" + "x" * length)
-    paths = [rpc_path("e", service, 0, rank) for service in ("lookup", "offload") for rank in range(4)]
+    paths = [
+        rpc_path("e", service, 0, rank) for service in ("lookup", "offload") for rank in range(4)
+    ]
     assert all(len(path) <= 107 for path in paths) and len(set(paths)) == len(paths)
     assert paths[0] == rpc_path("e", "lookup", 0, 0)
 
@@ -245,7 +283,8 @@ def test_the_folder_is_made_for_us_alone(ipc_folder):
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root to give a folder away")
 @pytest.mark.parametrize("mode", [0o755, 0o1777], ids=["plain", "sticky"])
 def test_a_folder_of_somebody_else_is_refused_by_its_path(mode, ipc_folder):
-    """V#2179. The owner of a sticky folder can still replace what is in it, so only root's are fine."""
+    """V#2179. The owner of a sticky folder can still replace what is in it, so only root's are
+    fine."""
     ipc_folder.mkdir()
     ipc_folder.chmod(mode)
     os.chown(ipc_folder, 12345, 12345)
@@ -255,15 +294,26 @@ def test_a_folder_of_somebody_else_is_refused_by_its_path(mode, ipc_folder):
 
 # -- the code
 
-CODE = sorted(str(path.relative_to(ROOT)) for folder in (".", "examples") for path in (ROOT / folder).glob("*.py"))
+CODE = sorted(
+    str(path.relative_to(ROOT))
+    for folder in (".", "examples")
+    for path in (ROOT / folder).glob("*.py")
+)
 
 
 @pytest.mark.parametrize("path", CODE)
 def test_nothing_runs_what_comes_off_a_wire(path):
     """No pickle or its like, no eval or exec."""
     tree = [*ast.walk(ast.parse((ROOT / path).read_text()))]
-    imported = {alias.name.split(".")[0] for node in tree if isinstance(node, ast.Import) for alias in node.names}
-    imported |= {str(node.module).split(".")[0] for node in tree if isinstance(node, ast.ImportFrom)}
+    imported = {
+        alias.name.split(".")[0]
+        for node in tree
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    imported |= {
+        str(node.module).split(".")[0] for node in tree if isinstance(node, ast.ImportFrom)
+    }
     called = {ast.unparse(node.func) for node in tree if isinstance(node, ast.Call)}
     assert not imported & {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
     assert not called & {"eval", "exec", "compile", "__import__", "torch.load"}

@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from toys import ROOT, config, metadata
 
 import engine
-from engine import ChunkedTokenDatabase, LMCacheEngineConfig, SegmentTokenDatabase, check_hashes, make_token_database
+import lookup
+from engine import (
+    ChunkedTokenDatabase,
+    LMCacheEngineConfig,
+    SegmentTokenDatabase,
+    check_hashes,
+    make_token_database,
+)
 
 IDS = st.integers(0, 2**32 - 1) | st.integers(-(2**63), 2**63 - 1)
 
@@ -29,13 +36,15 @@ def hashes(tokens, **changes):
 
 
 def test_by_hand():
-    """sha256(previous digest + ids of 4 bytes each), its first 8 bytes; and the example in the docstring."""
+    """sha256(previous digest + ids of 4 bytes each), its first 8 bytes; and the example in the
+    docstring."""
     first = hashlib.sha256(struct.pack("<4I", 1, 2, 3, 4)).digest()
     second = hashlib.sha256(first + struct.pack("<4I", 5, 6, 7, 8)).digest()
     wanted = [(0, 4, int.from_bytes(first[:8], "big")), (4, 8, int.from_bytes(second[:8], "big"))]
     assert spans([1, 2, 3, 4, 5, 6, 7, 8, 9]) == wanted
     assert wanted == [(0, 4, 14958615928728313947), (4, 8, 5674439469042975057)]
-    assert doctest.testmod(engine).failed == 0
+    for module in (lookup, engine):
+        assert doctest.testmod(module).failed == 0
 
 
 @given(st.lists(IDS, max_size=20))
@@ -52,7 +61,9 @@ def test_a_hash_names_its_whole_prefix(tokens, at, other):
     changed[at := at % len(tokens)] = other
     before, after = hashes(tokens), hashes(changed)
     for index in range(len(before)):
-        assert (before[index] == after[index]) == (tokens[: (index + 1) * 4] == changed[: (index + 1) * 4])
+        assert (before[index] == after[index]) == (
+            tokens[: (index + 1) * 4] == changed[: (index + 1) * 4]
+        )
     assert hashes(tokens[: len(tokens) // 2]) == before[: len(tokens) // 2 // 4]  # whatever follows
 
 
@@ -65,7 +76,9 @@ def test_minus_one_is_not_minus_two():
 def test_another_process_agrees(seed):
     """LM#2136, LM#2979: whatever PYTHONHASHSEED says."""
     code = "from engine import *; d = ChunkedTokenDatabase(LMCacheEngineConfig(chunk_size=4))\n"
-    code += "print([span[2] for span in d.process_tokens(list(range(16)) + [-1] * 4 + [2**40] * 4)])"
+    code += (
+        "print([span[2] for span in d.process_tokens(list(range(16)) + [-1] * 4 + [2**40] * 4)])"
+    )
     env = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
     env |= {} if seed is None else {"PYTHONHASHSEED": seed}
     printed = subprocess.run(
@@ -74,7 +87,9 @@ def test_another_process_agrees(seed):
     assert printed.stdout.strip() == str(hashes([*range(16), *[-1] * 4, *[2**40] * 4]))
 
 
-@pytest.mark.parametrize("count, full, unfull", [(0, [], []), (3, [], [3]), (4, [4], [4]), (9, [4, 8], [4, 8, 9])])
+@pytest.mark.parametrize(
+    "count, full, unfull", [(0, [], []), (3, [], [3]), (4, [4], [4]), (9, [4, 8], [4, 8, 9])]
+)
 def test_where_chunks_end(count, full, unfull):
     assert [end for _, end, _ in spans([7] * count)] == full
     assert [end for _, end, _ in spans([7] * count, save_unfull_chunk=True)] == unfull
@@ -88,7 +103,12 @@ def test_a_mask_leaves_out_whole_chunks(kept):
 
 @pytest.mark.parametrize(
     "mask",
-    [torch.arange(12) >= 3, torch.arange(12) < 4, torch.ones(11, dtype=torch.bool), torch.ones(3, 4, dtype=torch.bool)],
+    [
+        torch.arange(12) >= 3,
+        torch.arange(12) < 4,
+        torch.ones(11, dtype=torch.bool),
+        torch.ones(3, 4, dtype=torch.bool),
+    ],
     ids=["part of a chunk", "a suffix", "too short", "two axes"],
 )
 def test_masks_that_cannot_be(mask):
@@ -97,7 +117,8 @@ def test_masks_that_cannot_be(mask):
 
 
 @pytest.mark.parametrize(
-    "tokens", [[1.5] * 4, ["a"] * 4, "abcd", b"abcd", [2**64] * 4, [None] * 4, torch.ones(4), torch.ones(2, 2).int(),
+    "tokens", [[1.5] * 4, ["a"] * 4, "abcd", b"abcd", [2**64] * 4, [None] * 4, torch.ones(4),
+               torch.ones(2, 2).int(),
                torch.ones(4, dtype=torch.bool)], ids=repr,
 )  # fmt: skip
 def test_what_are_no_tokens(tokens):
@@ -115,8 +136,10 @@ def test_either_tokens_or_hashes():
 
 @pytest.mark.parametrize(
     "some, lengths",
-    [([1, 2], [4]), ([1], None), (None, [1]), ("a", [1]), ([2**64], [4]), ([-(2**63) - 1], [4]), ([1.0], [4]),
-     ([True], [4]), ([b""], [4]), ([None], [4]), ([1], [0]), ([1], [-4]), ([1], [4.0]), ([1], [True])],
+    [([1, 2], [4]), ([1], None), (None, [1]), ("a", [1]), ([2**64], [4]), ([-(2**63) - 1], [4]),
+     ([1.0], [4]),
+     ([True], [4]), ([b""], [4]), ([None], [4]), ([1], [0]), ([1], [-4]), ([1], [4.0]),
+     ([1], [True])],
 )  # fmt: skip
 def test_hashes_that_cannot_be(some, lengths):
     """LM#2997, VA#13602: from 2**64 on a ValueError."""
@@ -141,11 +164,14 @@ def segments(tokens, separator=(9, 9)):
 
 @pytest.mark.parametrize(
     "tokens, bounds",
-    [([], []), ([1], [(0, 1)]), ([9, 9], []), ([1, 2, 9, 9, 3], [(0, 2), (4, 5)]), ([9, 9, 1, 9, 9], [(2, 3)]),
-     ([1, 9, 2], [(0, 3)]), ([1, 9, 9, 9, 2], [(0, 1), (3, 5)]), ([1, 9, 9, 9, 9, 2], [(0, 1), (5, 6)])],
+    [([], []), ([1], [(0, 1)]), ([9, 9], []), ([1, 2, 9, 9, 3], [(0, 2), (4, 5)]),
+     ([9, 9, 1, 9, 9], [(2, 3)]),
+     ([1, 9, 2], [(0, 3)]), ([1, 9, 9, 9, 2], [(0, 1), (3, 5)]),
+     ([1, 9, 9, 9, 9, 2], [(0, 1), (5, 6)])],
 )  # fmt: skip
 def test_segments_lie_between_separators(tokens, bounds):
-    """A prompt shorter than the separator is one segment, an empty one none; LMCache raises on both."""
+    """A prompt shorter than the separator is one segment, an empty one none; LMCache raises on
+    both."""
     assert [span[:2] for span in segments(tokens)] == bounds
 
 
@@ -154,7 +180,9 @@ def test_segments_hit_in_any_order():
     assert [span[2] for span in segments(torch.tensor([4, 5, 9, 9, 1, 2, 3]))] == [two[2], one[2]]
 
 
-@pytest.mark.parametrize("extra", [None, {}, {"blend_special_token_ids": []}, {"blend_special_token_ids": "##"}])
+@pytest.mark.parametrize(
+    "extra", [None, {}, {"blend_special_token_ids": []}, {"blend_special_token_ids": "##"}]
+)
 def test_blending_needs_the_ids_of_its_separator(extra):
     with pytest.raises(ValueError, match="blend_special_token_ids"):
         make_token_database(config(enable_blending=True, extra_config=extra), metadata())

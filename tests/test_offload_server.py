@@ -1,4 +1,5 @@
-"""The offload server and its client: all of a request is stored, or nothing of it; always one reply, always in time."""
+"""The offload server and its client: all of a request is stored, or nothing of it; always one
+reply, always in time."""
 
 import contextlib
 import threading
@@ -34,7 +35,11 @@ def client(engine):
 @contextlib.contextmanager
 def raw_server(engine):
     """A bare REQ socket to a server, as another implementation would have it."""
-    with ZMQOffloadServer(engine, 0) as server, zmq.Context() as context, context.socket(zmq.REQ) as sock:
+    with (
+        ZMQOffloadServer(engine, 0) as server,
+        zmq.Context() as context,
+        context.socket(zmq.REQ) as sock,
+    ):
         sock.set(zmq.LINGER, 0)
         sock.set(zmq.RCVTIMEO, 5000)
         sock.connect(f"ipc://{server.path}")
@@ -49,12 +54,15 @@ def ask(sock, *frames):
 
 def test_the_messages():
     """A msgpack map each; extra keys are ignored, as LMCache's carry a type tag or not."""
-    assert unpack(pack(OffloadMsg(**GOOD))) == GOOD and unpack(pack(OffloadRetMsg(True))) == {"success": True}
+    assert unpack(pack(OffloadMsg(**GOOD))) == GOOD and unpack(pack(OffloadRetMsg(True))) == {
+        "success": True
+    }
     assert unpack(pack(GOOD | {"extra": 1}), type=OffloadMsg) == OffloadMsg(**GOOD)
 
 
 def test_an_offload(engine, client):
-    """offsets are lengths, slot_mapping one slot a token; the same again is true and copies nothing."""
+    """offsets are lengths, slot_mapping one slot a token; the same again is true and copies
+    nothing."""
     spans = engine.token_database.process_tokens(range_of(0, 16))
     hashes, slots = [span[2] for span in spans], range_of(64, 16)
     assert client.offload(hashes, slots, [4] * 4) and client.offload(hashes, slots, [4] * 4)
@@ -83,12 +91,14 @@ def test_all_empty(engine, client):
 
 
 REFUSED = {
-    "2 hashes and 3 offsets": dict(offsets=[4, 1, 1]), "1 offset": dict(offsets=[6]), "no offsets": dict(offsets=[]),
+    "2 hashes and 3 offsets": dict(offsets=[4, 1, 1]), "1 offset": dict(offsets=[6]),
+    "no offsets": dict(offsets=[]),
     "a negative slot": dict(slot_mapping=[0, 1, 2, 3, 4, -1]),
     "too far a slot": dict(slot_mapping=[256, 1, 2, 3, 4, 5]),
     "a huge slot": dict(slot_mapping=[2**63, 1, 2, 3, 4, 5]),
     "more tokens than slots": dict(slot_mapping=range_of(0, 5)),
-    "fewer tokens than slots": dict(slot_mapping=range_of(0, 7)), "an offset of 0": dict(offsets=[6, 0]),
+    "fewer tokens than slots": dict(slot_mapping=range_of(0, 7)),
+    "an offset of 0": dict(offsets=[6, 0]),
     "a negative offset": dict(offsets=[8, -2]), "a huge offset": dict(offsets=[2**63, 2]),
 }  # fmt: skip
 
@@ -102,8 +112,10 @@ def test_what_cannot_be_is_refused_and_nothing_is_stored(engine, client, name, c
 
 
 MALFORMED = {
-    "byte 0xc1": [b"\xc1"], "two frames": [pack(GOOD), b""], "empty": [b""], "a list": [pack([1])], "nil": [pack(None)],
-    "a key less": [pack({"hashes": [], "offsets": []})], "floats": [pack(GOOD | {"hashes": [1.5, 2]})],
+    "byte 0xc1": [b"\xc1"], "two frames": [pack(GOOD), b""], "empty": [b""], "a list": [pack([1])],
+    "nil": [pack(None)],
+    "a key less": [pack({"hashes": [], "offsets": []})],
+    "floats": [pack(GOOD | {"hashes": [1.5, 2]})],
     "bytes": [pack(GOOD | {"hashes": [b"1", b"2"]})], "cut off": [pack(GOOD)[:-1]],
     "a bool": [pack(GOOD | {"offsets": True})],
     "deep": [b"\x91" * 100_000], "a huge list announced": [b"\x83\xa6hashes\xdd\xff\xff\xff\xff"],
@@ -120,7 +132,9 @@ def test_a_malformed_request_is_answered_false_and_the_next_is_right(engine, nam
 
 
 @pytest.mark.parametrize(
-    "fault", [KeyError("k"), MemoryError(), zmq.ZMQError(zmq.EFSM), zmq.Again(), ValueError("v")], ids=repr
+    "fault",
+    [KeyError("k"), MemoryError(), zmq.ZMQError(zmq.EFSM), zmq.Again(), ValueError("v")],
+    ids=repr,
 )
 def test_an_engine_that_raises_is_false_and_the_next_is_right(engine, fault, monkeypatch):
     """LM#4985, LM#4986: LMCache sends no reply, and its thread ends."""
@@ -137,7 +151,8 @@ def test_an_engine_that_raises_is_false_and_the_next_is_right(engine, fault, mon
 
 
 def test_what_the_engine_cannot_take_is_false(monkeypatch):
-    """No room, all pinned, a copy that fails, no paged cache, a closed engine: nothing of it is stored."""
+    """No room, all pinned, a copy that fails, no paged cache, a closed engine: nothing of it is
+    stored."""
     with new_engine(4) as engine, ZMQOffloadServer(engine, 0) as server:
         put_prompt(engine, range_of(0, 16))
         engine.lookup(range_of(0, 16), lookup_id="id", pin=True)
@@ -156,13 +171,17 @@ def test_what_the_engine_cannot_take_is_false(monkeypatch):
         assert not server.offload([1], range_of(0, 4), [4])
 
 
-@pytest.mark.parametrize("arguments", [([1], 5, [4]), (7, [1], [1]), (None, None, None), ("a", "b", "c")])
+@pytest.mark.parametrize(
+    "arguments", [([1], 5, [4]), (7, [1], [1]), (None, None, None), ("a", "b", "c")]
+)
 def test_called_directly_it_does_not_raise_either(engine, arguments):
     with ZMQOffloadServer(engine, 0) as server:
         assert not server.offload(*arguments)
 
 
-@pytest.mark.parametrize("arguments", [([2**64], [1], [1]), ([object()], [1], [1]), ([1], [1], [2**65])])
+@pytest.mark.parametrize(
+    "arguments", [([2**64], [1], [1]), ([object()], [1], [1]), ([1], [1], [2**65])]
+)
 def test_what_cannot_be_sent_is_refused_at_the_client(client, arguments):
     with pytest.raises(ValueError):
         client.offload(*arguments)
@@ -206,14 +225,23 @@ def test_closing_while_a_request_is_in_flight():
         assert wait_for(lambda: client._socket)
         began = time.monotonic()
         client.close()
-        assert [call.result(5) for call in calls] == [False, False] and time.monotonic() - began < 1.0
+        assert [call.result(5) for call in calls] == [
+            False,
+            False,
+        ] and time.monotonic() - began < 1.0
 
 
 def test_closing_a_server_while_it_works(engine, monkeypatch):
     """LMCache's close aborts the process in most runs."""
     entered, gate, store = threading.Event(), threading.Event(), engine.store
-    monkeypatch.setattr(engine, "store", lambda **more: entered.set() or gate.wait(5) and store(**more))
-    with ZMQOffloadServer(engine, 0) as server, ZMQOffloadClient("toy", 0) as client, ThreadPoolExecutor(3) as pool:
+    monkeypatch.setattr(
+        engine, "store", lambda **more: entered.set() or gate.wait(5) and store(**more)
+    )
+    with (
+        ZMQOffloadServer(engine, 0) as server,
+        ZMQOffloadClient("toy", 0) as client,
+        ThreadPoolExecutor(3) as pool,
+    ):
         call = pool.submit(client.offload, **GOOD)
         assert entered.wait(5)
         closes = [pool.submit(server.close) for _ in range(2)]

@@ -1,4 +1,5 @@
-"""The TCP server and its client: the bytes on the wire, what is kept and what goes, and peers that misbehave."""
+"""The TCP server and its client: the bytes on the wire, what is kept and what goes, and peers that
+misbehave."""
 
 import contextlib
 import logging
@@ -69,13 +70,19 @@ def served(server):
 
 
 def test_a_put_header_by_hand():
-    """64 bytes, KV_2LTD, bfloat16, no location, [2, 1, 4, 4]; the same hex as in ClientMetaMessage's docstring."""
+    """64 bytes, KV_2LTD, bfloat16, no location, [2, 1, 4, 4]; the same hex as in
+    ClientMetaMessage's docstring."""
     numbers = "01000000 40000000 01000000 03000000 00000000 02000000 01000000 04000000 04000000"
     wanted = bytes.fromhex(numbers) + b"m@1@0@abc@bfloat16".ljust(150)
     message = ClientMetaMessage(PUT, KEY, 64, MemoryFormat.KV_2LTD, 3, (2, 1, 4, 4))
     assert message.serialize() == wanted and len(wanted) == ClientMetaMessage.packlength() == 186
-    assert ClientMetaMessage.deserialize(wanted) == ClientMetaMessage(1, KEY.encode(), 64, 1, 3, (2, 1, 4, 4))
-    assert numbers.split()[0] in ClientMetaMessage.__doc__ and b"m@1@0@abc@b".hex() in ClientMetaMessage.__doc__
+    assert ClientMetaMessage.deserialize(wanted) == ClientMetaMessage(
+        1, KEY.encode(), 64, 1, 3, (2, 1, 4, 4)
+    )
+    assert (
+        numbers.split()[0] in ClientMetaMessage.__doc__
+        and b"m@1@0@abc@b".hex() in ClientMetaMessage.__doc__
+    )
 
 
 def test_a_reply_header_by_hand():
@@ -100,12 +107,15 @@ def test_headers_come_back_as_they_were(command, key, length, fmt, dtype, shape,
 
 @pytest.mark.parametrize(
     "changes",
-    [dict(key="x" * 151), dict(key="é" * 76), dict(key="x "), dict(shape=(1, 2, 3)), dict(shape=(1, 2, 3, 4, 5)),
-     dict(length=2**31), dict(fmt=-(2**31) - 1), dict(key=CacheEngineKey("a@b", 1, 0, 1, torch.half))],
+    [dict(key="x" * 151), dict(key="é" * 76), dict(key="x "), dict(shape=(1, 2, 3)),
+     dict(shape=(1, 2, 3, 4, 5)),
+     dict(length=2**31), dict(fmt=-(2**31) - 1), dict(key=CacheEngineKey("a@b", 1, 0, 1,
+                                                                         torch.half))],
     ids=lambda changes: str(changes)[:30],
 )  # fmt: skip
 def test_what_fits_no_header_is_refused_before_anything_is_sent(changes):
-    """LM#2752: a 5-D shape is a ValueError at the client, and so is a key of 151 bytes or 2 GiB at once."""
+    """LM#2752: a 5-D shape is a ValueError at the client, and so is a key of 151 bytes or 2 GiB at
+    once."""
     with pytest.raises(ValueError):
         ClientMetaMessage(**{"command": PUT, "key": "k"} | changes).serialize()
 
@@ -114,7 +124,10 @@ def test_what_fits_no_header_is_refused_before_anything_is_sent(changes):
 def test_put_and_get_any_bytes_under_any_key(sock, payload, key, numbers):
     """LM#2752: fmt, dtype, location and shape come back as the integers they were."""
     fmt, dtype, location, *shape = numbers
-    key, numbers = key.rstrip(b" "), {"fmt": fmt, "dtype": dtype, "location": location, "shape": (*shape,)}
+    key, numbers = (
+        key.rstrip(b" "),
+        {"fmt": fmt, "dtype": dtype, "location": location, "shape": (*shape,)},
+    )
     sock.sendall(request(PUT, key, len(payload), **numbers) + payload)
     assert get(sock, key) == (ServerMetaMessage(200, len(payload), **numbers), payload)
 
@@ -133,12 +146,13 @@ def test_tensors(client, dtype):
     tensor = torch.randn(2, 3, 4, 5).to(dtype)
     client.put(KEY, tensor)
     meta, data = client.get(KEY)
-    assert meta.shape == (2, 3, 4, 5) and torch.frombuffer(data, dtype=dtype).view(meta.shape).view(torch.uint8).equal(
-        tensor.view(torch.uint8)
-    )
+    assert meta.shape == (2, 3, 4, 5) and torch.frombuffer(data, dtype=dtype).view(meta.shape).view(
+        torch.uint8
+    ).equal(tensor.view(torch.uint8))
 
 
-@pytest.mark.parametrize("data, meta", [(torch.zeros(1, 2, 3, 4, 5), None), (torch.zeros(2).int(), None),
+@pytest.mark.parametrize("data, meta", [(torch.zeros(1, 2, 3, 4, 5), None),
+                                        (torch.zeros(2).int(), None),
                                         (b"12", RemoteMeta(3, 4, 6, (3, 0, 0, 0)))])  # fmt: skip
 def test_puts_that_cannot_be(client, data, meta):
     with pytest.raises(ValueError):
@@ -151,7 +165,9 @@ def test_key_objects_and_layers_and_negative_hashes(client):
     keys = [CacheEngineKey("m", 1, 0, -0xABC, torch.half, layer_id=layer) for layer in range(4)]
     for number, key in enumerate(keys):
         client.put(key, bytes([number] * 10))
-    assert [client.get(key.to_string())[1] for key in keys] == [bytes([number] * 10) for number in range(4)]
+    assert [client.get(key.to_string())[1] for key in keys] == [
+        bytes([number] * 10) for number in range(4)
+    ]
 
 
 @pytest.mark.parametrize("key", [b"garbage", b"\xff\xfe\x00\n@", b""])
@@ -174,7 +190,9 @@ def test_misses_are_36_bytes_and_at_once(sock):
 
 
 @pytest.mark.parametrize("command, name", [(GET, "acquire"), (EXIST, "contains"), (GET, "pieces")])
-def test_a_store_that_raises_is_a_miss_and_the_connection_serves_on(server, sock, command, name, monkeypatch):
+def test_a_store_that_raises_is_a_miss_and_the_connection_serves_on(
+    server, sock, command, name, monkeypatch
+):
     """LM#512, LM#651."""
 
     def fail(*_):
@@ -212,7 +230,12 @@ def test_list_and_stats(client):
     client.exists("a")
     assert client.list_keys() == ["b", "c", "a"]  # the least recently used first
     stats = client.stats()
-    assert (stats["chunks"], stats["bytes_used"], stats["clients"], stats["max_bytes"]) == (3, 192, 1, 4 * MIB)
+    assert (stats["chunks"], stats["bytes_used"], stats["clients"], stats["max_bytes"]) == (
+        3,
+        192,
+        1,
+        4 * MIB,
+    )
 
 
 @pytest.mark.parametrize("command", [0, 6, 99, -1, 2**31 - 1])
@@ -225,12 +248,16 @@ def test_an_unknown_command_fails_and_the_connection_serves_on(sock, command):
 def test_pipelined_requests_are_answered_in_order(sock):
     """All of them in one segment, payloads between headers."""
     parts = [
-        request(PUT, f"{n}", n) + bytes([n]) * n + request(EXIST, f"{n}") + request(GET, f"{n}") for n in range(50)
+        request(PUT, f"{n}", n) + bytes([n]) * n + request(EXIST, f"{n}") + request(GET, f"{n}")
+        for n in range(50)
     ]
     sock.sendall(b"".join(parts))
     for n in range(50):
         assert read(sock, 36) == FOUND
-        assert ServerMetaMessage.deserialize(read(sock, 36)).length == n and read(sock, n) == bytes([n]) * n
+        assert (
+            ServerMetaMessage.deserialize(read(sock, 36)).length == n
+            and read(sock, n) == bytes([n]) * n
+        )
 
 
 def test_a_reply_does_not_wait_for_a_payload_that_is_slow_to_come(sock):
@@ -279,7 +306,9 @@ def test_the_budget_holds(server, client):
         assert server.stats()["bytes_used"] <= 4 * MIB
     client.put("large", bytes(5 * MIB))
     client.put("after", b"in step")
-    assert client.list_keys() == ["97", "98", "99", "after"] and client.get("after")[1] == b"in step"
+    assert (
+        client.list_keys() == ["97", "98", "99", "after"] and client.get("after")[1] == b"in step"
+    )
     assert client.get("99")[1] == bytes([99]) * MIB
     stats = client.stats()
     assert stats["evictions"] == 97 and stats["rejected"] == 1
@@ -341,7 +370,8 @@ def test_two_writers_and_a_reader_on_one_key(server):
 @pytest.mark.parametrize("before", [None, b"old value"])
 @pytest.mark.parametrize("sent", [0, 1, 400, 999])
 def test_leaving_in_the_middle_of_a_put(server, client, before, sent):
-    """LM#5149: the new key does not exist; the old bytes are intact. LMCache stores None over a good value."""
+    """LM#5149: the new key does not exist; the old bytes are intact. LMCache stores None over a
+    good value."""
     client.flush()
     if before:
         client.put(KEY, before)
@@ -354,7 +384,9 @@ def test_leaving_in_the_middle_of_a_put(server, client, before, sent):
     assert server.stats()["bytes_used"] == (64 if before else 0)
 
 
-@pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\xff\0\0\0\0\0\0\0\1\x7f", b"x", bytes(185)])
+@pytest.mark.parametrize(
+    "sent", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\xff\0\0\0\0\0\0\0\1\x7f", b"x", bytes(185)]
+)
 def test_half_a_header_is_dropped_at_the_stall_timeout(server, sock, sent, caplog):
     """PS#1057, LM#4213: HTTP, a ZMQ greeting. No traceback; others are served meanwhile."""
     sock.sendall(sent)
@@ -373,7 +405,10 @@ def test_idle_between_requests_is_fine_for_ever(server, sock):
 
 def test_who_does_not_read_is_dropped(server, client, caplog):
     """LM#4213: leave in the middle of a large GET, or stay and never read it."""
-    with running_server(max_bytes=80 * MIB, stall_timeout_sec=0.3) as large, client_of(large) as writer:
+    with (
+        running_server(max_bytes=80 * MIB, stall_timeout_sec=0.3) as large,
+        client_of(large) as writer,
+    ):
         writer.put(KEY, bytes(64 * MIB))
         writer.flush()
         with connected(large.port) as stays:
@@ -388,7 +423,8 @@ def test_who_does_not_read_is_dropped(server, client, caplog):
 
 
 def test_a_thousand_connects_and_closes(server, caplog):
-    """LM#4213, InfiniStore#179: threads and file descriptors back at the baseline (see conftest); others are served."""
+    """LM#4213, InfiniStore#179: threads and file descriptors back at the baseline (see conftest);
+    others are served."""
     with client_of(server) as client:
         client.put(KEY, b"value")
         for n in range(1000):
@@ -416,7 +452,11 @@ def test_max_clients(caplog):
 def test_no_more_threads(server, caplog, monkeypatch):
     start = threading.Thread.start
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", lambda self: 1 // 0 if self.name != "client" else fail_to_start())
+        patch.setattr(
+            threading.Thread,
+            "start",
+            lambda self: 1 // 0 if self.name != "client" else fail_to_start(),
+        )
         with connected(server.port) as sock:
             assert read(sock, 1) == b""
     assert threading.Thread.start is start and served(server) and "can't start" in caplog.text
@@ -436,7 +476,8 @@ def test_the_log_is_not_flooded(server, caplog):
 # -- addresses
 
 
-@pytest.mark.parametrize("host, url", [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]"), ("localhost", "localhost"),
+@pytest.mark.parametrize("host, url", [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]"),
+                                       ("localhost", "localhost"),
                                        ("0.0.0.0", "127.0.0.1"), ("", "127.0.0.1")])  # fmt: skip
 def test_addresses(host, url):
     """LM#2262: IPv6."""
@@ -451,7 +492,8 @@ def test_a_port_that_is_taken(server):
 
 
 @pytest.mark.parametrize(
-    "host, port", [("no.such.host.invalid", 0), ("1.2.3.4", 0), ("127.0.0.1", 70000), ("127.0.0.1", -1)]
+    "host, port",
+    [("no.such.host.invalid", 0), ("1.2.3.4", 0), ("127.0.0.1", 70000), ("127.0.0.1", -1)],
 )
 def test_addresses_that_cannot_be(host, port):
     with pytest.raises((OSError, ValueError), match="cannot listen"):
@@ -478,7 +520,8 @@ def test_no_room_for_the_store(monkeypatch):
         LMCacheServer("127.0.0.1", 0, max_bytes=MIB)
 
 
-@pytest.mark.parametrize("url", ["", "lm://", "lm://host", "lm://:1", "http://h:1", "lm://h:1/x", "lm://h:x", "lm://h:0",
+@pytest.mark.parametrize("url", ["", "lm://", "lm://host", "lm://:1", "http://h:1", "lm://h:1/x",
+                                 "lm://h:x", "lm://h:0",
                                  "lms://h:1", "lm://h:99999", "lm://[::1:5"])  # fmt: skip
 def test_urls_that_cannot_be(url):
     with pytest.raises(ValueError):
@@ -500,11 +543,17 @@ def test_close_twice_while_puts_are_in_flight_and_from_two_threads():
         server.close()
         assert time.monotonic() - began < 1.5
         assert read(half, 1) == read(idle, 1) == b""
-        assert server.stats()["chunks"] == server.stats()["bytes_used"] == server.stats()["clients"] == 0
+        assert (
+            server.stats()["chunks"]
+            == server.stats()["bytes_used"]
+            == server.stats()["clients"]
+            == 0
+        )
 
 
 def test_close_under_load():
-    """Clients that put and get meanwhile see errors, none of them anything else, and no wrong byte."""
+    """Clients that put and get meanwhile see errors, none of them anything else, and no wrong
+    byte."""
     with running_server() as server:
         began = threading.Barrier(5)
 
@@ -550,18 +599,27 @@ def test_no_server():
         port = taken.getsockname()[1]
     began = time.monotonic()
     with RemoteClient(f"lm://127.0.0.1:{port}", timeout_sec=2.0) as client:
-        for act in (client.list_keys, client.flush, lambda: client.get(KEY), lambda: client.put(KEY, b"x")):
+        for act in (
+            client.list_keys,
+            client.flush,
+            lambda: client.get(KEY),
+            lambda: client.put(KEY, b"x"),
+        ):
             with pytest.raises(ConnectionError):
                 act()
         assert not client.health()
     assert time.monotonic() - began < 2.0
 
 
-@pytest.mark.parametrize("reply", [b"", bytes(10), REPLY.pack(200, 1000, 1, 2, 0, 0, 0, 0, 0) + bytes(10)],
+@pytest.mark.parametrize("reply", [b"", bytes(10), REPLY.pack(200, 1000, 1, 2, 0, 0, 0, 0,
+                                                              0) + bytes(10)],
                          ids=["nothing", "half a header", "half a payload"])  # fmt: skip
 def test_a_server_that_accepts_and_does_not_answer(reply):
     """A TimeoutError in time, and the next request begins on a fresh connection."""
-    with silent_server(reply) as port, RemoteClient(f"lm://127.0.0.1:{port}", timeout_sec=0.3) as client:
+    with (
+        silent_server(reply) as port,
+        RemoteClient(f"lm://127.0.0.1:{port}", timeout_sec=0.3) as client,
+    ):
         for _ in range(2):
             began = time.monotonic()
             with pytest.raises(TimeoutError):
@@ -630,7 +688,8 @@ def test_a_put_that_is_sent_again_is_not_lost(server, monkeypatch):
 
 
 def test_a_put_in_pieces_is_never_sent_again_from_its_middle(server, monkeypatch):
-    """The first piece's memory is used again by then: the stream would go out of step, or hold wrong bytes."""
+    """The first piece's memory is used again by then: the stream would go out of step, or hold
+    wrong bytes."""
     with client_of(server) as client:
 
         def pieces():
@@ -673,7 +732,9 @@ def test_a_fill_that_raises_leaves_the_client_usable(client):
     with pytest.raises(ZeroDivisionError):
         client.get_many([KEY], lambda *_: 1 // 0)
     with pytest.raises(ValueError, match="are left"):
-        client.get_many([KEY], lambda _index, _meta, receive: receive(memoryview(bytearray(100_001))))
+        client.get_many(
+            [KEY], lambda _index, _meta, receive: receive(memoryview(bytearray(100_001)))
+        )
     assert client.get(KEY)[1] == bytes(100_000)
 
 

@@ -1,4 +1,5 @@
-"""Who gets in, and what an operator sees: mutual TLS, the warning, --stats, exit statuses, bad arguments."""
+"""Who gets in, and what an operator sees: mutual TLS, the warning, --stats, exit statuses, bad
+arguments."""
 
 import contextlib
 import logging
@@ -25,8 +26,12 @@ KEY = "m@1@0@abc@half"
 
 @pytest.fixture(scope="session")
 def pem(tmp_path_factory):
-    """Made by the openssl command: a CA, a server and a client that it signed; another CA and a stranger."""
-    folder, new = tmp_path_factory.mktemp("pem"), "-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
+    """Made by the openssl command: a CA, a server and a client that it signed; another CA and a
+    stranger."""
+    folder, new = (
+        tmp_path_factory.mktemp("pem"),
+        "-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes",
+    )
 
     def openssl(*arguments):
         subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
@@ -34,7 +39,8 @@ def pem(tmp_path_factory):
     def sign(name, ca):
         (folder / "names").write_text("subjectAltName=IP:127.0.0.1,IP:::1")
         openssl(*f"req {new} -subj /CN={name} -keyout {name}.key -out x".split())
-        openssl(*f"x509 -req -in x -CA {ca}.pem -CAkey {ca}.key -days 2 -extfile names -out {name}.pem".split())
+        request = "x509 -req -in x -days 2 -extfile names"
+        openssl(*f"{request} -CA {ca}.pem -CAkey {ca}.key -out {name}.pem".split())
 
     for ca in ("ca", "other"):
         openssl(*f"req -x509 {new} -subj /CN={ca} -days 2 -keyout {ca}.key -out {ca}.pem".split())
@@ -44,7 +50,9 @@ def pem(tmp_path_factory):
 
 
 def context(pem, name, ca="ca", server_side=False):
-    return tls_context(str(pem / f"{name}.pem"), str(pem / f"{name}.key"), str(pem / f"{ca}.pem"), server_side)
+    return tls_context(
+        str(pem / f"{name}.pem"), str(pem / f"{name}.key"), str(pem / f"{ca}.pem"), server_side
+    )
 
 
 def tls_client(server, tls, host="127.0.0.1", **more):
@@ -73,7 +81,11 @@ def test_the_right_client(client, size):
     data = os.urandom(size)
     client.put(KEY, data)
     assert client.get(KEY)[1] == data and client.get("none") is None
-    assert client.exists_many([KEY, "none"]) == [True, False] and client.list_keys() == [KEY] and client.health()
+    assert (
+        client.exists_many([KEY, "none"]) == [True, False]
+        and client.list_keys() == [KEY]
+        and client.health()
+    )
 
 
 def test_many_threads_and_clients(server, pem):
@@ -89,7 +101,8 @@ def test_many_threads_and_clients(server, pem):
 
 @pytest.mark.parametrize("who", ["nobody", "a stranger", "plain", "HTTP"])
 def test_who_does_not_get_in(server, client, pem, who, caplog):
-    """A missing certificate, one of another CA, no TLS at all: refused, with a log line; others are served."""
+    """A missing certificate, one of another CA, no TLS at all: refused, with a log line; others are
+    served."""
     bare = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     bare.load_verify_locations(pem / "ca.pem")
     if who == "plain":
@@ -100,13 +113,17 @@ def test_who_does_not_get_in(server, client, pem, who, caplog):
             assert read(sock, 1) == b""
         wrong = None
     else:
-        wrong = tls_client(server, bare if who == "nobody" else context(pem, "stranger"), timeout_sec=2.0)
+        wrong = tls_client(
+            server, bare if who == "nobody" else context(pem, "stranger"), timeout_sec=2.0
+        )
     if wrong is not None:
         with wrong:
             for act in (lambda: wrong.get(KEY), wrong.flush, lambda: wrong.exists(KEY)):
                 with pytest.raises(OSError):
                     act()
-            with contextlib.suppress(OSError):  # there is no reply to a put, so that it may not be told
+            with contextlib.suppress(
+                OSError
+            ):  # there is no reply to a put, so that it may not be told
                 wrong.put(KEY, b"evil")
             assert not wrong.health()
     assert wait_for(lambda: "dropped" in caplog.text or "left" in caplog.text)
@@ -181,7 +198,9 @@ def test_stalled_in_the_middle_of_a_put(server, pem):
             sock.sendall(request(command, KEY, 1000) + bytes(sent))
             assert sock.recv(1) == b""
             client._disconnect()
-            assert wait_for(lambda: server.stats() | {"clients": 0, "bytes_used": 0} == server.stats())
+            assert wait_for(
+                lambda: server.stats() | {"clients": 0, "bytes_used": 0} == server.stats()
+            )
             sock = client._connected(time.monotonic() + 5)
 
 
@@ -212,7 +231,10 @@ def test_closing_a_server_under_load(server, pem):
     began = threading.Barrier(4)
 
     def work(number):
-        with tls_client(server, context(pem, "client"), retries=0) as client, contextlib.suppress(OSError):
+        with (
+            tls_client(server, context(pem, "client"), retries=0) as client,
+            contextlib.suppress(OSError),
+        ):
             client.flush()
             began.wait(10)
             while True:
@@ -232,7 +254,11 @@ def test_closing_a_server_under_load(server, pem):
 
 @pytest.mark.parametrize("missing", ["cert", "key", "ca"])
 def test_files_that_cannot_be_used(pem, missing):
-    files = {"cert": str(pem / "server.pem"), "key": str(pem / "server.key"), "ca": str(pem / "ca.pem")}
+    files = {
+        "cert": str(pem / "server.pem"),
+        "key": str(pem / "server.key"),
+        "ca": str(pem / "ca.pem"),
+    }
     for wrong in (str(pem / "none"), str(pem / "names")):
         with pytest.raises(ValueError, match="TLS files"):
             tls_context(**files | {missing: wrong}, server_side=True)
@@ -258,7 +284,16 @@ def tls_arguments(pem, name):
     ]
 
 
-FIGURES = ["chunks", "bytes_used", "max_bytes", "hits", "misses", "evictions", "rejected", "clients"]
+FIGURES = [
+    "chunks",
+    "bytes_used",
+    "max_bytes",
+    "hits",
+    "misses",
+    "evictions",
+    "rejected",
+    "clients",
+]
 
 
 def test_stats_of_a_server_that_is_well(capsys):
@@ -270,7 +305,14 @@ def test_stats_of_a_server_that_is_well(capsys):
         assert remote_server.main(["--stats", "127.0.0.1", str(server.port)]) == 0
     figures = dict(line.split() for line in capsys.readouterr().out.splitlines())
     assert {name: int(figures[name]) for name in FIGURES} == dict(
-        chunks=1, bytes_used=1024, max_bytes=4 * MIB, hits=1, misses=1, evictions=0, rejected=0, clients=2
+        chunks=1,
+        bytes_used=1024,
+        max_bytes=4 * MIB,
+        hits=1,
+        misses=1,
+        evictions=0,
+        rejected=0,
+        clients=2,
     )
 
 
@@ -297,11 +339,13 @@ def test_stats_where_nothing_or_nothing_of_ours_listens(capsys):
 
 
 BAD = [
-    ["127.0.0.1"], ["127.0.0.1", "x"], ["127.0.0.1", "0", "tpu"], ["127.0.0.1", "0", "cuda:77"], ["127.0.0.1", "70000"],
-    ["127.0.0.1", "0", "--max-gib", "0"], ["127.0.0.1", "0", "--max-gib", "nan"], ["127.0.0.1", "0", "--max-gib", "-1"],
+    ["127.0.0.1"], ["127.0.0.1", "x"], ["127.0.0.1", "0", "tpu"], ["127.0.0.1", "0", "cuda:77"],
+    ["127.0.0.1", "70000"], ["127.0.0.1", "0", "--max-gib", "0"],
+    ["127.0.0.1", "0", "--max-gib", "nan"], ["127.0.0.1", "0", "--max-gib", "-1"],
     ["127.0.0.1", "0", "--max-clients", "0"], ["127.0.0.1", "0", "--stall-sec", "0"],
     ["127.0.0.1", "0", "--stall-sec", "nan"], ["1.2.3.4", "0"], ["no.host.invalid", "0"],
-    ["127.0.0.1", "0", "--tls-cert", "x"], ["127.0.0.1", "0", "--tls-cert", "x", "--tls-key", "y", "--tls-ca", "z"],
+    ["127.0.0.1", "0", "--tls-cert", "x"],
+    ["127.0.0.1", "0", "--tls-cert", "x", "--tls-key", "y", "--tls-ca", "z"],
     ["127.0.0.1", "0", "--max-gib", "1000000"],
 ]  # fmt: skip
 
@@ -326,7 +370,13 @@ def test_no_memory_for_the_store(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     "host, tls, warned",
-    [("0.0.0.0", False, 1), ("::", False, 1), ("127.0.0.1", False, 0), ("::1", False, 0), ("0.0.0.0", True, 0)],
+    [
+        ("0.0.0.0", False, 1),
+        ("::", False, 1),
+        ("127.0.0.1", False, 0),
+        ("::1", False, 0),
+        ("0.0.0.0", True, 0),
+    ],
 )
 def test_the_warning_on_an_address_that_others_reach(host, tls, warned, pem, caplog, monkeypatch):
     """Once, in plain words, where there is no TLS."""
@@ -334,9 +384,18 @@ def test_the_warning_on_an_address_that_others_reach(host, tls, warned, pem, cap
     monkeypatch.setattr(remote_server.signal, "signal", lambda *_: None)
     monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
     caplog.set_level(logging.INFO)
-    assert remote_server.main([host, "0", "--max-gib", "0.001", *(tls_arguments(pem, "server") if tls else [])]) == 0
     assert (
-        sum("anyone who reaches this port can read and write the cache" in r.message for r in caplog.records) == warned
+        remote_server.main(
+            [host, "0", "--max-gib", "0.001", *(tls_arguments(pem, "server") if tls else [])]
+        )
+        == 0
+    )
+    assert (
+        sum(
+            "anyone who reaches this port can read and write the cache" in r.message
+            for r in caplog.records
+        )
+        == warned
     )
     where = f"[{host}]" if ":" in host else host
     assert f"listening on {'lms' if tls else 'lm'}://{where}:" in caplog.text

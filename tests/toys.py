@@ -1,4 +1,5 @@
-"""Small things that the tests share: a toy model, its paged cache, an engine, a server in a thread or in a process."""
+"""Small things that the tests share: a toy model, its paged cache, an engine, a server in a thread
+or in a process."""
 
 import contextlib
 import signal
@@ -23,14 +24,18 @@ CHUNK_BYTES = K * L * CHUNK * H * D * 4  # float32: 512
 
 
 def metadata(**changes: Any) -> LMCacheMetadata:
-    fields: dict[str, Any] = dict(model_name="toy", world_size=1, local_world_size=1, worker_id=0, local_worker_id=0)
+    fields: dict[str, Any] = dict(
+        model_name="toy", world_size=1, local_world_size=1, worker_id=0, local_worker_id=0
+    )
     fields |= dict(kv_dtype=torch.float32, kv_shape=(L, K, CHUNK, H, D), engine_id="toy") | changes
     return LMCacheMetadata(**fields)
 
 
 def config(chunks: int = 64, **changes: Any) -> LMCacheEngineConfig:
     """Chunks of 4 tokens, and room for so many of them."""
-    return LMCacheEngineConfig(**{"chunk_size": CHUNK, "max_local_cpu_size": chunks * CHUNK_BYTES / 2**30} | changes)
+    return LMCacheEngineConfig(
+        **{"chunk_size": CHUNK, "max_local_cpu_size": chunks * CHUNK_BYTES / 2**30} | changes
+    )
 
 
 def new_pages() -> list[torch.Tensor]:
@@ -41,7 +46,8 @@ def new_pages() -> list[torch.Tensor]:
 def new_engine(
     chunks: int = 64, remote: Any = None, meta: dict[str, Any] | None = None, **changes: Any
 ) -> Iterator[LMCacheEngine]:
-    """An engine with a paged cache of 256 slots, which it also keeps as `engine.pages` for the tests."""
+    """An engine with a paged cache of 256 slots, which it also keeps as `engine.pages` for the
+    tests."""
     with LMCacheEngine(config(chunks, **changes), metadata(**meta or {}), remote=remote) as engine:
         engine.pages = new_pages()  # type: ignore[attr-defined]
         engine.register_kv_caches(engine.pages, "2BNHD")  # type: ignore[attr-defined]
@@ -50,7 +56,9 @@ def new_engine(
 
 def kv(pages: list[torch.Tensor], slots: Any) -> torch.Tensor:
     """The KV at some slots, [K, L, T, H*D]."""
-    rows = [[layer[kv].reshape(-1, H * D)[list(slots)] for layer in pages] for kv in range(K)]  # [K][L] of [T, H*D]
+    rows = [
+        [layer[kv].reshape(-1, H * D)[list(slots)] for layer in pages] for kv in range(K)
+    ]  # [K][L] of [T, H*D]
     return torch.stack([torch.stack(layers) for layers in rows])
 
 
@@ -74,7 +82,9 @@ def wait_for(condition: Callable[[], Any], timeout_sec: float = 5.0) -> bool:
 
 
 @contextlib.contextmanager
-def running_server(host: str = "127.0.0.1", max_bytes: int = 4 << 20, **more: Any) -> Iterator[LMCacheServer]:
+def running_server(
+    host: str = "127.0.0.1", max_bytes: int = 4 << 20, **more: Any
+) -> Iterator[LMCacheServer]:
     with LMCacheServer(host, more.pop("port", 0), max_bytes=max_bytes, **more) as server:
         thread = threading.Thread(target=server.run, name="accept")
         thread.start()
@@ -113,11 +123,29 @@ def read(sock: socket.socket, count: int) -> bytes:
 
 
 class ServerProcess:
-    """`python remote_server.py 127.0.0.1 PORT ...`; it is up when __init__ returns. log: what it has written so far."""
+    """`python remote_server.py 127.0.0.1 PORT ...`; it is up when __init__ returns. log: what it
+    has written so far."""
 
-    def __init__(self, *more: str, host: str = "127.0.0.1", port: int = 0, before: Callable[[], None] | None = None):
-        command = [sys.executable, "remote_server.py", host, str(port), "cpu", "--max-gib", "0.05", *more]
-        self.process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=before)
+    def __init__(
+        self,
+        *more: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        before: Callable[[], None] | None = None,
+    ):
+        command = [
+            sys.executable,
+            "remote_server.py",
+            host,
+            str(port),
+            "cpu",
+            "--max-gib",
+            "0.05",
+            *more,
+        ]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=before
+        )
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
@@ -132,7 +160,8 @@ class ServerProcess:
         return "".join(self.lines)
 
     def stops_in_time(self, number: int) -> bool:
-        """Whether it has stopped within 2 s of a signal, and then exits with 0 (Python's own end is not counted)."""
+        """Whether it has stopped within 2 s of a signal, and then exits with 0 (Python's own end is
+        not counted)."""
         self.process.send_signal(number)
         return wait_for(lambda: "stopped" in self.log, 2.0) and self.process.wait(30) == 0
 
@@ -154,7 +183,8 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def silent_server(reply: bytes = b"") -> Iterator[int]:
-    """The port of something that accepts, reads, sends `reply` once a connection, and then nothing, for ever."""
+    """The port of something that accepts, reads, sends `reply` once a connection, and then nothing,
+    for ever."""
     ended = threading.Event()
     clients: list[socket.socket] = []
 

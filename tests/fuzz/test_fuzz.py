@@ -1,6 +1,8 @@
-"""Random operations against plain models: the arena, the chunk store, the engine, the TCP and the ZMQ protocols.
+"""Random operations against plain models: the arena, the chunk store, the engine, the TCP and the
+ZMQ protocols.
 
-`make test` runs the short profile, the same examples every time; `make fuzz` runs some 10 minutes of new ones:
+`make test` runs the short profile, the same examples every time; `make fuzz` runs some 10 minutes
+of new ones:
 
     $ pytest tests/fuzz --hypothesis-profile=long
 
@@ -28,7 +30,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from toys import new_engine, put_prompt, silent_server, wait_for
 
 import engine as engine_module
-from engine import Arena, ChunkStore, LMCacheEngine, LMCacheEngineConfig, LMCacheMetadata, RemoteMeta
+from engine import (
+    Arena,
+    ChunkStore,
+    LMCacheEngine,
+    LMCacheEngineConfig,
+    LMCacheMetadata,
+    RemoteMeta,
+)
 from lookup import LMCacheLookupServer
 from offload_server import ZMQOffloadServer
 from remote_server import MISS, REPLY, REQUEST, ClientCommand, LMCacheServer, RemoteClient
@@ -47,12 +56,13 @@ class Machine(RuleBasedStateMachine):
         return list(items)[index % len(items)]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Arena: offsets only
 
 
 def check_arena(arena: Arena, live: list[tuple[int, int]]) -> None:
-    """Live and free pieces tile [0, top) with no gap and no overlap, free neighbours are merged, every sum is right."""
+    """Live and free pieces tile [0, top) with no gap and no overlap, free neighbours are merged,
+    every sum is right."""
     at, before = 0, ""
     free = [(offset, size, "free") for offset, size in arena._starts.items()]
     for offset, size, kind in sorted([(*piece, "live") for piece in live] + free):
@@ -63,7 +73,9 @@ def check_arena(arena: Arena, live: list[tuple[int, int]]) -> None:
     assert arena.used == sum(size for _, size in live)
     assert arena._ends == {offset + size: offset for offset, size in arena._starts.items()}
     assert arena._sizes == sorted(arena._bins)
-    assert {offset: size for size, offsets in arena._bins.items() for offset in offsets} == arena._starts
+    assert {
+        offset: size for size, offsets in arena._bins.items() for offset in offsets
+    } == arena._starts
 
 
 def fits(arena: Arena, size: int) -> bool:
@@ -97,8 +109,9 @@ class ArenaMachine(Machine):
         check_arena(self.arena, list(self.live.items()))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# ChunkStore: a model with an OrderedDict for the LRU order, and the bytes of every chunk that somebody can see
+# --------------------------------------------------------------------------------------------------
+# ChunkStore: a model with an OrderedDict for the LRU order, and the bytes of every chunk that
+# somebody can see
 
 
 class ChunkStoreMachine(Machine):
@@ -115,13 +128,23 @@ class ChunkStoreMachine(Machine):
         self.made = 0
 
     def uses(self) -> Counter:
-        return Counter([*self.reserved, *self.in_use, *(chunk for chunks in self.pins.values() for chunk in chunks)])
+        return Counter(
+            [
+                *self.reserved,
+                *self.in_use,
+                *(chunk for chunks in self.pins.values() for chunk in chunks),
+            ]
+        )
 
     def forget_the_dead(self) -> None:
         living = {*self.uses(), *self.model.values()}
         self.content = {chunk: data for chunk, data in self.content.items() if chunk in living}
 
-    @rule(nbytes=st.one_of(st.integers(0, 400), st.sampled_from([0, 1, 63, 64, 65, 128, 640, 1024, 1025, 9999])))
+    @rule(
+        nbytes=st.one_of(
+            st.integers(0, 400), st.sampled_from([0, 1, 63, 64, 65, 128, 640, 1024, 1025, 9999])
+        )
+    )
     def reserve(self, nbytes):
         size, arena = engine_module._aligned(nbytes), self.store._arena
         room, evicted = fits(arena, size), self.store.counters["evictions"]
@@ -129,14 +152,20 @@ class ChunkStoreMachine(Machine):
         evicted = self.store.counters["evictions"] - evicted
         assert not (room and evicted), "evicted although there was room"
         uses = self.uses()
-        for _ in range(evicted):  # the least recently used that is in nobody's use; those passed count as used
+        for _ in range(
+            evicted
+        ):  # the least recently used that is in nobody's use; those passed count as used
             passed = list(takewhile(lambda key: uses[self.model[key]], self.model))
             assert len(passed) < len(self.model), "evicted what is in use"
             for key in passed:
                 self.model.move_to_end(key)
             self.model.popitem(last=False)
         if chunk is None:
-            assert size > arena.size or all(uses[chunk] for chunk in self.model.values()) and not fits(arena, size)
+            assert (
+                size > arena.size
+                or all(uses[chunk] for chunk in self.model.values())
+                and not fits(arena, size)
+            )
             return
         self.made += 1
         data = random.Random(self.made).randbytes(nbytes)
@@ -242,14 +271,18 @@ class ChunkStoreMachine(Machine):
         self.forget_the_dead()
         uses = self.uses()
         assert self.store.keys() == list(self.model)
-        assert {chunk: chunk.refs for chunk in self.content} == {chunk: uses[chunk] for chunk in self.content}
+        assert {chunk: chunk.refs for chunk in self.content} == {
+            chunk: uses[chunk] for chunk in self.content
+        }
         for chunk, data in self.content.items():
             assert b"".join(self.store.pieces(chunk)) == data
         live = [(chunk.offset, engine_module._aligned(chunk.nbytes)) for chunk in self.content]
         check_arena(self.store._arena, live)
         stats = self.store.stats()
         assert stats["bytes_used"] <= stats["max_bytes"]
-        assert stats["pinned_chunks"] == sum(map(len, self.pins.values())) and stats["pins"] == len(self.pins)
+        assert stats["pinned_chunks"] == sum(map(len, self.pins.values())) and stats["pins"] == len(
+            self.pins
+        )
 
     def teardown(self):
         if hasattr(self, "store"):
@@ -260,21 +293,29 @@ class ChunkStoreMachine(Machine):
             assert self.store._arena.used == self.store._arena.top == 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The engine: prompts of a few blocks, so that they share prefixes; the KV of a token follows from its prefix and tags
+# --------------------------------------------------------------------------------------------------
+# The engine: prompts of a few blocks, so that they share prefixes; the KV of a token follows from
+# its prefix and tags
 
 LAYERS, HEADS, DIM, BLOCKS, BLOCK, CHUNK = 2, 2, 4, 8, 4, 4
 TOKEN_BYTES = 2 * LAYERS * HEADS * DIM * 4  # 128
-METADATA = LMCacheMetadata("toy", 1, 1, 0, 0, torch.float32, (LAYERS, 2, CHUNK, HEADS, DIM), engine_id="fuzz")
+METADATA = LMCacheMetadata(
+    "toy", 1, 1, 0, 0, torch.float32, (LAYERS, 2, CHUNK, HEADS, DIM), engine_id="fuzz"
+)
 TAGS = [None, {"lmcache.tag.user": "ann"}, {"lmcache.tag.user": "bob", "other": 1}]
 TAG = st.sampled_from([0, 0, 0, 1, 2])
 LAYOUTS = {  # how the pages are made, and as [2, B, N, H, D]
     "2BNHD": ((2, BLOCKS, BLOCK, HEADS, DIM), lambda pages: pages),
     "B2NHD": ((BLOCKS, 2, BLOCK, HEADS, DIM), lambda pages: pages.permute(1, 0, 2, 3, 4)),
-    "BHNC": ((BLOCKS, HEADS, BLOCK, 2 * DIM), lambda pages: pages.unflatten(-1, (2, DIM)).permute(3, 0, 2, 1, 4)),
+    "BHNC": (
+        (BLOCKS, HEADS, BLOCK, 2 * DIM),
+        lambda pages: pages.unflatten(-1, (2, DIM)).permute(3, 0, 2, 1, 4),
+    ),
 }
 BLOCK_IDS = st.lists(st.sampled_from([(1, 2, 3, 4), (5, 6, 7, 8)]), max_size=5)
-PROMPTS = st.tuples(BLOCK_IDS, st.integers(0, 3)).map(lambda made: [*sum(made[0], ()), *[9, 9, 9][: made[1]]])
+PROMPTS = st.tuples(BLOCK_IDS, st.integers(0, 3)).map(
+    lambda made: [*sum(made[0], ()), *[9, 9, 9][: made[1]]]
+)
 MAKERS = st.sampled_from([list, tuple, torch.tensor, lambda ids: array("q", ids)])
 
 
@@ -287,7 +328,9 @@ class PagedMachine(Machine):
 
     def make(self, layout, chunks, unfull, remote=None):
         config = LMCacheEngineConfig(
-            chunk_size=CHUNK, save_unfull_chunk=unfull, max_local_cpu_size=chunks * CHUNK * TOKEN_BYTES / 2**30
+            chunk_size=CHUNK,
+            save_unfull_chunk=unfull,
+            max_local_cpu_size=chunks * CHUNK * TOKEN_BYTES / 2**30,
         )
         self.engine = LMCacheEngine(config, METADATA, remote=remote)
         shape, view = LAYOUTS[layout]
@@ -306,16 +349,23 @@ class PagedMachine(Machine):
         spans = self.engine.token_database.process_tokens(prompt)
         keys = self.engine._keys(spans, self.engine._tags(TAGS[tag]))
         for (_, end, _), key in zip(spans, keys, strict=True):
-            assert self.names.setdefault(key, (tag, tuple(prompt[:end]))) == (tag, tuple(prompt[:end]))
+            assert self.names.setdefault(key, (tag, tuple(prompt[:end]))) == (
+                tag,
+                tuple(prompt[:end]),
+            )
         return spans, keys
 
     def kv(self, prompt, tag, start, end):
         seed = hash((tag, tuple(prompt[:end]))) % 2**31
-        return torch.rand(LAYERS, 2, end - start, HEADS, DIM, generator=torch.Generator().manual_seed(seed))
+        return torch.rand(
+            LAYERS, 2, end - start, HEADS, DIM, generator=torch.Generator().manual_seed(seed)
+        )
 
     def slots(self, seed, total):
         aligned = seed % 2  # whole blocks move in another way than slots
-        order = torch.randperm(BLOCKS if aligned else BLOCKS * BLOCK, generator=torch.Generator().manual_seed(seed))
+        order = torch.randperm(
+            BLOCKS if aligned else BLOCKS * BLOCK, generator=torch.Generator().manual_seed(seed)
+        )
         order = (order[:, None] * BLOCK + torch.arange(BLOCK)).flatten() if aligned else order
         return order[:total]
 
@@ -348,7 +398,11 @@ class PagedMachine(Machine):
 class EngineMachine(PagedMachine):
     """Without a remote: what is present is known exactly, but for which chunks an eviction took."""
 
-    @initialize(layout=st.sampled_from([*LAYOUTS]), chunks=st.sampled_from([1, 3, 6, 8, 40]), unfull=st.booleans())
+    @initialize(
+        layout=st.sampled_from([*LAYOUTS]),
+        chunks=st.sampled_from([1, 3, 6, 8, 40]),
+        unfull=st.booleans(),
+    )
     def start(self, layout, chunks, unfull):
         self.make(layout, chunks, unfull)
         self.capacity = chunks
@@ -359,14 +413,17 @@ class EngineMachine(PagedMachine):
         self.evictions = 0
 
     def leading(self, keys):
-        count = next((index for index, key in enumerate(keys) if key not in self.present), len(keys))
+        count = next(
+            (index for index, key in enumerate(keys) if key not in self.present), len(keys)
+        )
         return count
 
     def pinned(self):
         return {key for keys in self.pins.values() for key in keys}
 
     def settle(self, may_be_new=()):
-        """Takes over what the engine evicted; whatever else it lost or made up is an error. How many it evicted."""
+        """Takes over what the engine evicted; whatever else it lost or made up is an error. How
+        many it evicted."""
         now = set(self.engine.chunks.keys())
         evicted = self.engine.stats()["evictions"] - self.evictions
         self.evictions += evicted
@@ -376,7 +433,14 @@ class EngineMachine(PagedMachine):
         self.present = now
         return evicted
 
-    @rule(prompt=PROMPTS, tag=TAG, maker=MAKERS, masked=st.integers(0, 5), seed=PICK, by_hash=st.booleans())
+    @rule(
+        prompt=PROMPTS,
+        tag=TAG,
+        maker=MAKERS,
+        masked=st.integers(0, 5),
+        seed=PICK,
+        by_hash=st.booleans(),
+    )
     def store(self, prompt, tag, maker, masked, seed, by_hash):
         self.stored.append((prompt, tag))
         spans, keys = self.spans(prompt, tag)
@@ -390,9 +454,14 @@ class EngineMachine(PagedMachine):
         before, pinned = set(self.present), self.pinned()
         source = {"tokens": make_tokens(maker, prompt)}
         if by_hash:
-            source = {"hashes": [span[2] for span in spans], "offsets": [end - start for start, end, _ in spans]}
+            source = {
+                "hashes": [span[2] for span in spans],
+                "offsets": [end - start for start, end, _ in spans],
+            }
         try:
-            stored = self.engine.store(**source, mask=mask, slot_mapping=slots, request_configs=TAGS[tag])
+            stored = self.engine.store(
+                **source, mask=mask, slot_mapping=slots, request_configs=TAGS[tag]
+            )
         except MemoryError:
             assert by_hash
             self.settle()
@@ -401,22 +470,38 @@ class EngineMachine(PagedMachine):
         evicted = self.settle(wanted)
         if not evicted:
             fresh = set(wanted) & self.present - before
-            assert stored == sum(end - start for (start, end, _), key in zip(spans, keys, strict=True) if key in fresh)
-        if not self.engine.config.save_unfull_chunk and len(keys) <= self.capacity - len(pinned - set(keys)):
+            assert stored == sum(
+                end - start
+                for (start, end, _), key in zip(spans, keys, strict=True)
+                if key in fresh
+            )
+        if not self.engine.config.save_unfull_chunk and len(keys) <= self.capacity - len(
+            pinned - set(keys)
+        ):
             assert set(wanted) <= self.present, "there was room for all of it"
         for parent, key in zip(keys, keys[1:], strict=False):
             self.parents[key] = parent
 
     @rule(
-        prompt=PROMPTS, tag=TAG, maker=MAKERS, pin=st.sampled_from([None, "a", "b"]), seed=PICK, by_hash=st.booleans()
+        prompt=PROMPTS,
+        tag=TAG,
+        maker=MAKERS,
+        pin=st.sampled_from([None, "a", "b"]),
+        seed=PICK,
+        by_hash=st.booleans(),
     )
     def lookup(self, prompt, tag, maker, pin, seed, by_hash):
         prompt, tag = self.choose(prompt, tag, seed)
         spans, keys = self.spans(prompt, tag)
         source = {"tokens": make_tokens(maker, prompt)}
         if by_hash:
-            source = {"hashes": [span[2] for span in spans], "offsets": [end - start for start, end, _ in spans]}
-        hits = self.engine.lookup(**source, lookup_id=pin, pin=pin is not None, request_configs=TAGS[tag])
+            source = {
+                "hashes": [span[2] for span in spans],
+                "offsets": [end - start for start, end, _ in spans],
+            }
+        hits = self.engine.lookup(
+            **source, lookup_id=pin, pin=pin is not None, request_configs=TAGS[tag]
+        )
         count = self.leading(keys)
         assert hits == (spans[count - 1][1] if count else 0)
         if pin is not None:
@@ -432,7 +517,9 @@ class EngineMachine(PagedMachine):
             hits = sum(lengths[:count])
             lengths[index] = wrong
             assert (
-                self.engine.lookup(hashes=[span[2] for span in spans], offsets=lengths, request_configs=TAGS[tag])
+                self.engine.lookup(
+                    hashes=[span[2] for span in spans], offsets=lengths, request_configs=TAGS[tag]
+                )
                 == hits
             )
 
@@ -443,7 +530,9 @@ class EngineMachine(PagedMachine):
         masked = min(masked, len(prompt) // CHUNK) if seed % 3 else 0
         slots, before = self.slots(seed, len(prompt)), self.scribble()
         mask = torch.arange(len(prompt)) >= masked * CHUNK
-        written = self.engine.retrieve(make_tokens(maker, prompt), mask, slot_mapping=slots, request_configs=TAGS[tag])
+        written = self.engine.retrieve(
+            make_tokens(maker, prompt), mask, slot_mapping=slots, request_configs=TAGS[tag]
+        )
         expected = torch.zeros(len(prompt), dtype=torch.bool)
         for start, end, _ in spans[masked:][: self.leading(keys[masked:])]:
             expected[start:end] = True
@@ -467,14 +556,18 @@ class EngineMachine(PagedMachine):
         self.settle()
         used = [chunk for chunk in self.engine.chunks._chunks.values() if chunk.refs]
         assert {chunk.key for chunk in used} == self.pinned()
-        live = [(chunk.offset, engine_module._aligned(chunk.nbytes)) for chunk in self.engine.chunks._chunks.values()]
+        live = [
+            (chunk.offset, engine_module._aligned(chunk.nbytes))
+            for chunk in self.engine.chunks._chunks.values()
+        ]
         check_arena(self.engine.chunks._arena, live)
         if not self.hole:  # a prefix loses its tail first: what is here can be reached
             assert all(self.parents.get(key, key) in self.present for key in self.present)
 
 
 class DictRemote:
-    """A remote in this process, as dict; `fail_in` items from now it breaks, in the middle of a payload too."""
+    """A remote in this process, as dict; `fail_in` items from now it breaks, in the middle of a
+    payload too."""
 
     def __init__(self):
         self.items = {}  # key text -> (RemoteMeta, bytes)
@@ -517,9 +610,12 @@ class DictRemote:
 
 
 class EngineWithRemoteMachine(PagedMachine):
-    """With a remote that forgets, fails, and holds what does not belong there: a miss, and never a wrong byte."""
+    """With a remote that forgets, fails, and holds what does not belong there: a miss, and never a
+    wrong byte."""
 
-    @initialize(layout=st.sampled_from([*LAYOUTS]), chunks=st.sampled_from([2, 4, 40]), unfull=st.booleans())
+    @initialize(
+        layout=st.sampled_from([*LAYOUTS]), chunks=st.sampled_from([2, 4, 40]), unfull=st.booleans()
+    )
     def start(self, layout, chunks, unfull):
         self.cooldown, engine_module.REMOTE_COOLDOWN_SEC = engine_module.REMOTE_COOLDOWN_SEC, 0.0
         self.remote = DictRemote()
@@ -531,7 +627,10 @@ class EngineWithRemoteMachine(PagedMachine):
         here = set(self.engine.chunks.keys())
         suffix, hits = self.engine._tags(TAGS[tag]), 0
         for (_, end, chunk_hash), key in zip(spans, keys, strict=True):
-            if key not in here and self.engine._key_text(chunk_hash, suffix) not in self.remote.items:
+            if (
+                key not in here
+                and self.engine._key_text(chunk_hash, suffix) not in self.remote.items
+            ):
                 break
             hits = end
         return hits
@@ -548,10 +647,18 @@ class EngineWithRemoteMachine(PagedMachine):
     def lookup(self, prompt, tag, pin, seed):
         prompt, tag = self.choose(prompt, tag, seed)
         expected, sure = self.leading_tokens(prompt, tag), self.remote.fail_in is None
-        hits = self.engine.lookup(prompt, lookup_id=pin, pin=pin is not None, request_configs=TAGS[tag])
+        hits = self.engine.lookup(
+            prompt, lookup_id=pin, pin=pin is not None, request_configs=TAGS[tag]
+        )
         assert hits == expected if sure else hits <= expected
 
-    @rule(prompt=PROMPTS, tag=TAG, seed=PICK, fetch=st.booleans(), fail_in=st.sampled_from([None, None, *range(7)]))
+    @rule(
+        prompt=PROMPTS,
+        tag=TAG,
+        seed=PICK,
+        fetch=st.booleans(),
+        fail_in=st.sampled_from([None, None, *range(7)]),
+    )
     def retrieve(self, prompt, tag, seed, fetch, fail_in):
         prompt, tag = self.choose(prompt, tag, seed)
         if fetch:
@@ -572,7 +679,8 @@ class EngineWithRemoteMachine(PagedMachine):
     def remote_will_fail(self, fail_in):
         self.remote.fail_in = fail_in
 
-    @rule(index=PICK)  # subtle: no precondition on what is there, which depends on how far the writer's thread has got
+    # subtle: no precondition on what is there, which depends on how far the writer's thread has got
+    @rule(index=PICK)
     def remote_forgets(self, index):
         for key in sorted(self.remote.items)[index % 8 :][:1]:
             del self.remote.items[key]
@@ -596,25 +704,34 @@ class EngineWithRemoteMachine(PagedMachine):
         chunks = self.engine.chunks
         pinned = Counter(chunk for _, held in chunks._pins.values() for chunk in held)
         assert {chunk: chunk.refs for chunk in chunks._chunks.values() if chunk.refs} == pinned
-        check_arena(chunks._arena, [(c.offset, engine_module._aligned(c.nbytes)) for c in chunks._chunks.values()])
+        check_arena(
+            chunks._arena,
+            [(c.offset, engine_module._aligned(c.nbytes)) for c in chunks._chunks.values()],
+        )
 
     def teardown(self):
         super().teardown()
-        engine_module.REMOTE_COOLDOWN_SEC = getattr(self, "cooldown", engine_module.REMOTE_COOLDOWN_SEC)
+        engine_module.REMOTE_COOLDOWN_SEC = getattr(
+            self, "cooldown", engine_module.REMOTE_COOLDOWN_SEC
+        )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # TCP: a real server, two raw connections, a dict
 
 TCP_KEYS = st.sampled_from([b"", b"a", b"toy@1@0@abc@half", b"\xff\x00z", b" x", b"k" * 150])
 INT32 = st.integers(-(2**31), 2**31 - 1)
-FIELDS = st.tuples(INT32, INT32, INT32, st.tuples(INT32, INT32, INT32, INT32))  # fmt, dtype, location, shape
+FIELDS = st.tuples(
+    INT32, INT32, INT32, st.tuples(INT32, INT32, INT32, INT32)
+)  # fmt, dtype, location, shape
 CUTS = st.lists(st.integers(0, 5000), max_size=4)
 OTHERS = INT32.filter(lambda number: number not in [*ClientCommand])
 MAX_PAYLOAD = 4000
 
 
-def request(command: int, key: bytes = b"", length: int = 0, fields=(1, 2, 0, (0, 0, 0, 0))) -> bytes:
+def request(
+    command: int, key: bytes = b"", length: int = 0, fields=(1, 2, 0, (0, 0, 0, 0))
+) -> bytes:
     fmt, dtype, location, shape = fields
     return REQUEST.pack(command, length, fmt, dtype, location, *shape, key.ljust(150))
 
@@ -666,7 +783,8 @@ class Faults(logging.Handler):
 
 @contextlib.contextmanager
 def serving(max_bytes: int, **options):
-    """A server on a free port; at the end its threads are gone, and it has logged no fault of its own."""
+    """A server on a free port; at the end its threads are gone, and it has logged no fault of its
+    own."""
     faults, before = Faults(), set(threading.enumerate())
     logging.getLogger("lmcache").addHandler(faults)
     server = LMCacheServer("127.0.0.1", 0, max_bytes=max_bytes, **options)
@@ -679,7 +797,11 @@ def serving(max_bytes: int, **options):
         thread.join(5)
         logging.getLogger("lmcache").removeHandler(faults)
     assert not faults.texts
-    assert not [left for left in set(threading.enumerate()) - before if left.name == "client" or left is thread]
+    assert not [
+        left
+        for left in set(threading.enumerate()) - before
+        if left.name == "client" or left is thread
+    ]
 
 
 class TcpMachine(Machine):
@@ -743,7 +865,9 @@ class TcpMachine(Machine):
         fields, data = value
         return request(ClientCommand.PUT, key, len(data), fields) + data
 
-    @rule(index=st.integers(0, 1), operations=st.lists(OPERATIONS, min_size=1, max_size=20), cuts=CUTS)
+    @rule(
+        index=st.integers(0, 1), operations=st.lists(OPERATIONS, min_size=1, max_size=20), cuts=CUTS
+    )
     def burst(self, index, operations, cuts):
         """Pipelined requests, cut anywhere; the replies come in their order."""
         if self.halves[index] is not None:
@@ -758,13 +882,20 @@ class TcpMachine(Machine):
                 data += request(arguments[0])
                 expected.append((name, b"", None))
             else:
-                command = {"get": ClientCommand.GET, "exist": ClientCommand.EXIST, "health": ClientCommand.HEALTH}[name]
+                command = {
+                    "get": ClientCommand.GET,
+                    "exist": ClientCommand.EXIST,
+                    "health": ClientCommand.HEALTH,
+                }[name]
                 data += request(command, arguments[0])
                 expected.append((name, arguments[0], None))
         wire.send(data, cuts)
         for name, key, value in expected:
             if name == "put":
-                self.model[key.rstrip(b" ")], self.seen[key.rstrip(b" ")] = value, 0  # may be evicted within the burst
+                self.model[key.rstrip(b" ")], self.seen[key.rstrip(b" ")] = (
+                    value,
+                    0,
+                )  # may be evicted within the burst
             elif name == "get":
                 self.check_get(key, wire.reply())
             else:
@@ -776,7 +907,13 @@ class TcpMachine(Machine):
                     self.found(key, there)
         wire.sync()
 
-    @rule(index=st.integers(0, 1), key=TCP_KEYS, fields=FIELDS, length=st.integers(0, MAX_PAYLOAD), at=PICK)
+    @rule(
+        index=st.integers(0, 1),
+        key=TCP_KEYS,
+        fields=FIELDS,
+        length=st.integers(0, MAX_PAYLOAD),
+        at=PICK,
+    )
     def begin_put(self, index, key, fields, length, at):
         """Some bytes of a PUT; the other connection goes on meanwhile."""
         if self.halves[index] is None:
@@ -809,7 +946,9 @@ class TcpMachine(Machine):
     @rule(index=st.integers(0, 1), key=TCP_KEYS, more=st.integers(1, 100_000), cuts=CUTS)
     def too_large(self, index, key, more, cuts):
         if self.halves[index] is None:
-            self.wire(index).send(self.put_bytes(key, ((1, 2, 0, (0, 0, 0, 0)), bytes(self.budget + more))), cuts)
+            self.wire(index).send(
+                self.put_bytes(key, ((1, 2, 0, (0, 0, 0, 0)), bytes(self.budget + more))), cuts
+            )
             self.wire(index).sync()
 
     @rule(index=st.integers(0, 1))
@@ -820,7 +959,11 @@ class TcpMachine(Machine):
             listed = payload.split(b"\n") if payload else []
             assert header[0] == 200 and len(set(listed)) == len(listed)
             for key in {*listed, *self.model}:  # subtle: the empty key alone lists as nothing
-                self.found(key, key in listed or (key == b"" and not listed and b"" in self.server.store._chunks))
+                self.found(
+                    key,
+                    key in listed
+                    or (key == b"" and not listed and b"" in self.server.store._chunks),
+                )
 
     @invariant()
     def is_bounded(self):
@@ -834,19 +977,25 @@ class TcpMachine(Machine):
         with self.stack:
             self.drop(0, reset=True)
             self.drop(1)
-            with contextlib.closing(Wire(self.server.port)) as wire:  # a fresh one finds all that is left
+            with contextlib.closing(
+                Wire(self.server.port)
+            ) as wire:  # a fresh one finds all that is left
                 wire.sync()  # subtle: now those that came before it have been accepted
                 for key in list(self.model):
                     wire.send(request(ClientCommand.GET, key))
                     self.check_get(key, wire.reply())
             assert wait_for(lambda: self.server.stats()["clients"] == 0)
             live = self.server.store._chunks.values()
-            check_arena(self.server.store._arena, [(c.offset, engine_module._aligned(c.nbytes)) for c in live])
+            check_arena(
+                self.server.store._arena,
+                [(c.offset, engine_module._aligned(c.nbytes)) for c in live],
+            )
 
 
 @pytest.mark.parametrize("reset", [False, True])
 def test_disconnect_at_every_byte(reset):
-    """Of a PUT's header and payload, over a value that is there: it stays, and the next connection is served."""
+    """Of a PUT's header and payload, over a value that is there: it stays, and the next connection
+    is served."""
     old, new = b"old" * 20, b"new" * 21
     data = request(ClientCommand.PUT, b"key", len(new)) + new
     with serving(1 << 20) as server:
@@ -873,7 +1022,9 @@ def test_disconnect_at_every_byte_of_a_reply():
             wire.sync()
         for at in [*range(REPLY.size + 3), 1000, 99_999]:
             broken = Wire(server.port)
-            broken.send(request(ClientCommand.GET, b"key") * 50)  # 5 MB: the server is still at it when we leave
+            broken.send(
+                request(ClientCommand.GET, b"key") * 50
+            )  # 5 MB: the server is still at it when we leave
             broken.receive(at)
             broken.close(reset=True)
         with contextlib.closing(Wire(server.port)) as wire:
@@ -885,7 +1036,9 @@ def test_disconnect_at_every_byte_of_a_reply():
 
 def test_replies_do_not_wait_for_the_payload_of_a_put():
     with serving(1 << 20) as server, contextlib.closing(Wire(server.port)) as wire:
-        wire.send(request(ClientCommand.EXIST, b"key") + request(ClientCommand.PUT, b"key", 10) + b"01234")
+        wire.send(
+            request(ClientCommand.EXIST, b"key") + request(ClientCommand.PUT, b"key", 10) + b"01234"
+        )
         assert wire.reply()[0][0] == 400
         wire.send(b"56789" + request(ClientCommand.GET, b"key"))
         assert wire.reply()[1] == b"0123456789"
@@ -908,7 +1061,9 @@ def test_random_bytes_to_the_server():
             wire.sync()
 
         @scaled(100, 4000)
-        @given(st.lists(st.one_of(HEADERS, st.binary(max_size=400)), max_size=6), CUTS, st.booleans())
+        @given(
+            st.lists(st.one_of(HEADERS, st.binary(max_size=400)), max_size=6), CUTS, st.booleans()
+        )
         def run(parts, cuts, reset):
             wire = Wire(server.port)
             with contextlib.suppress(ConnectionError):  # it may have closed after a negative length
@@ -932,7 +1087,8 @@ REPLIES = st.builds(
 
 
 def test_random_bytes_to_the_client():
-    """A server that answers anything, and leaves: an error or a miss, in time, and a miss for the engine over it."""
+    """A server that answers anything, and leaves: an error or a miss, in time, and a miss for the
+    engine over it."""
     listener = socket.create_server(("127.0.0.1", 0))
     answer, stop = [b""], []
 
@@ -953,14 +1109,23 @@ def test_random_bytes_to_the_client():
     url = f"lm://127.0.0.1:{listener.getsockname()[1]}"
     pages = [torch.zeros(2, BLOCKS, BLOCK, HEADS, DIM) for _ in range(LAYERS)]
     config = LMCacheEngineConfig(chunk_size=CHUNK, max_local_cpu_size=1e-4)
-    with RemoteClient(url, 5.0, 0) as client, LMCacheEngine(config, METADATA, remote=client) as engine:
+    with (
+        RemoteClient(url, 5.0, 0) as client,
+        LMCacheEngine(config, METADATA, remote=client) as engine,
+    ):
         engine.register_kv_caches(pages, "2BNHD")
 
         @scaled(60, 3000)
         @given(st.lists(st.one_of(REPLIES, st.binary(max_size=300)), max_size=4).map(b"".join))
         def run(data):
             answer[0] = data
-            for ask in (client.list_keys, client.stats, client.flush, client.health, lambda: client.get("k")):
+            for ask in (
+                client.list_keys,
+                client.stats,
+                client.flush,
+                client.health,
+                lambda: client.get("k"),
+            ):
                 with contextlib.suppress(OSError, ValueError):
                     ask()
             engine._remote_down_until = 0.0
@@ -980,7 +1145,7 @@ def test_random_bytes_to_the_client():
     assert not thread.is_alive()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # ZMQ: random frames, one reply each, and then a valid one
 
 HASHES = st.lists(st.one_of(st.integers(-(2**63), 2**64 - 1), st.binary(max_size=40)), max_size=4)
@@ -988,8 +1153,10 @@ PACKED = st.one_of(
     st.binary(max_size=60),
     HASHES.map(msgspec.msgpack.encode),
     st.lists(st.integers(-3, 9), max_size=4).map(msgspec.msgpack.encode),
-    st.recursive(st.one_of(st.none(), st.booleans(), st.floats(), st.text(), st.integers(-(2**63), 2**64 - 1)),
-                 lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(max_size=9), inner)),
+    st.recursive(st.one_of(st.none(), st.booleans(), st.floats(), st.text(),
+                           st.integers(-(2**63), 2**64 - 1)),
+                 lambda inner: st.one_of(st.lists(inner),
+                                         st.dictionaries(st.text(max_size=9), inner)),
                  max_leaves=9).map(msgspec.msgpack.encode),
 )  # fmt: skip
 CONFIGS = st.sampled_from(
@@ -1000,11 +1167,14 @@ CONFIGS = st.one_of(CONFIGS, st.just(b"[" * 10_000))
 
 @contextlib.contextmanager
 def zmq_setting(monkeypatch, tmp_path, make_server):
-    """An engine that holds 2 chunks, its server on a socket of its own, and a DEALER that can send anything."""
+    """An engine that holds 2 chunks, its server on a socket of its own, and a DEALER that can send
+    anything."""
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path))
     config = LMCacheEngineConfig(chunk_size=CHUNK, max_local_cpu_size=1e-4)
     with LMCacheEngine(config, METADATA) as engine, zmq.Context() as context:
-        engine.register_kv_caches([torch.rand(2, BLOCKS, BLOCK, HEADS, DIM) for _ in range(LAYERS)], "2BNHD")
+        engine.register_kv_caches(
+            [torch.rand(2, BLOCKS, BLOCK, HEADS, DIM) for _ in range(LAYERS)], "2BNHD"
+        )
         engine.store(hashes=[1, b"two"], offsets=[4, 4], slot_mapping=list(range(8)))
         with make_server(engine) as server, context.socket(zmq.DEALER) as dealer:
             dealer.set(zmq.LINGER, 0)
@@ -1014,14 +1184,23 @@ def zmq_setting(monkeypatch, tmp_path, make_server):
 
 
 def test_random_frames_to_the_lookup_server(monkeypatch, tmp_path):
-    valid = [msgspec.msgpack.encode([1, b"two", 3]), msgspec.msgpack.encode([4, 4, 4]), b"valid", b""]
-    with zmq_setting(monkeypatch, tmp_path, lambda engine: LMCacheLookupServer(engine, METADATA)) as (engine, dealer):
+    valid = [
+        msgspec.msgpack.encode([1, b"two", 3]),
+        msgspec.msgpack.encode([4, 4, 4]),
+        b"valid",
+        b"",
+    ]
+    with zmq_setting(
+        monkeypatch, tmp_path, lambda engine: LMCacheLookupServer(engine, METADATA)
+    ) as (engine, dealer):
 
         @scaled(150, 8000)
         @given(
             st.one_of(
                 st.lists(st.binary(max_size=50), min_size=1, max_size=6),
-                st.tuples(PACKED, PACKED, st.one_of(st.just(b"id"), st.binary(max_size=9)), CONFIGS),
+                st.tuples(
+                    PACKED, PACKED, st.one_of(st.just(b"id"), st.binary(max_size=9)), CONFIGS
+                ),
                 st.tuples(HASHES.map(msgspec.msgpack.encode), PACKED, st.just(b"id"), CONFIGS),
             ),
             st.lists(st.binary(min_size=1, max_size=9), max_size=2),
@@ -1034,17 +1213,23 @@ def test_random_frames_to_the_lookup_server(monkeypatch, tmp_path):
                 assert hits is None or int.from_bytes(reply, "big") == hits
             for lookup_id in list(engine.chunks._pins):
                 engine.lookup_unpin(lookup_id)
-            assert engine.stats()["pins"] == 0 and not any(chunk.refs for chunk in engine.chunks._chunks.values())
+            assert engine.stats()["pins"] == 0 and not any(
+                chunk.refs for chunk in engine.chunks._chunks.values()
+            )
 
         run()
 
 
 def test_random_frames_to_the_offload_server(monkeypatch, tmp_path):
     fields = st.fixed_dictionaries(
-        {}, optional={name: st.one_of(st.lists(st.integers(-3, 40), max_size=4), st.none(), st.text())
+        {}, optional={name: st.one_of(st.lists(st.integers(-3, 40), max_size=4), st.none(),
+                                      st.text())
                       for name in ("hashes", "slot_mapping", "offsets", "more")})  # fmt: skip
     valid = msgspec.msgpack.encode({"hashes": [1], "slot_mapping": [0, 1, 2, 3], "offsets": [4]})
-    with zmq_setting(monkeypatch, tmp_path, lambda engine: ZMQOffloadServer(engine, 0)) as (engine, dealer):
+    with zmq_setting(monkeypatch, tmp_path, lambda engine: ZMQOffloadServer(engine, 0)) as (
+        engine,
+        dealer,
+    ):
 
         @scaled(150, 8000)
         @given(
@@ -1062,7 +1247,9 @@ def test_random_frames_to_the_offload_server(monkeypatch, tmp_path):
             after = set(engine.chunks.keys())
             if success:
                 sent = msgspec.msgpack.decode(frames[0])
-                assert after == before | set(sent["hashes"]) and sum(sent["offsets"]) == len(sent["slot_mapping"])
+                assert after == before | set(sent["hashes"]) and sum(sent["offsets"]) == len(
+                    sent["slot_mapping"]
+                )
             else:
                 assert after == before
             for key in after - {1, b"two"}:
@@ -1073,7 +1260,7 @@ def test_random_frames_to_the_offload_server(monkeypatch, tmp_path):
         run()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What these machines, and reading for them, have found
 
 
@@ -1085,7 +1272,8 @@ def test_the_port_is_free_when_close_returns():
 
 
 def test_a_put_in_pieces_does_not_begin_again():
-    """Its first piece is gone by then: what is sent again would stand at the head of another payload, or too short."""
+    """Its first piece is gone by then: what is sent again would stand at the head of another
+    payload, or too short."""
     pieces = (bytes([number]) * (8 << 20) for number in range(2))
     again = []
 
@@ -1140,7 +1328,7 @@ def test_a_lookup_that_finds_nothing_leaves_no_pin():
         assert engine.stats()["pins"] == 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_case(machine, short, long):

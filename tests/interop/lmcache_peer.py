@@ -1,9 +1,10 @@
-"""lmcache_peer.py - the real LMCache 0.3.14, made to run on a CPU and to leave nothing behind: the tests' other end.
+"""lmcache_peer.py - the real LMCache 0.3.14, made to run on a CPU and to leave nothing behind: the
+tests' other end.
 
-Each context manager gives one part of the installed package `lmcache`, and closes what it opened, threads, sockets and
-socket files, also where LMCache itself would leave them:
+Each context manager gives one part of the installed package `lmcache`, and closes what it opened,
+threads, sockets and socket files, also where LMCache itself would leave them:
 
-    engine(...)          its LMCacheEngine over pages in CPU memory, with a remote if `remote_url` says so
+    engine(...)          its LMCacheEngine over pages in CPU memory, and a remote at `remote_url`
     connector(port)      its TCP client LMCServerConnector, with the event loop that it needs
     server_process()     its `python -m lmcache.v1.server HOST PORT cpu`; gives the port
     lookup_client(...), lookup_servers([(engine, metadata), ...]), offload_server(engine, rank)
@@ -31,13 +32,18 @@ import torch
 import zmq
 from torch.overrides import TorchFunctionMode
 
-with mock.patch("torch.cuda.is_available", lambda: False):  # as on a host without a GPU, whatever this one has
+with mock.patch(
+    "torch.cuda.is_available", lambda: False
+):  # as on a host without a GPU, whatever this one has
     from lmcache.utils import CacheEngineKey, LayerCacheEngineKey, parse_cache_key
     from lmcache.v1 import token_database
     from lmcache.v1.cache_engine import LMCacheEngine
     from lmcache.v1.config import LMCacheEngineConfig
     from lmcache.v1.gpu_connector import GPUConnectorInterface
-    from lmcache.v1.lookup_client.lmcache_lookup_client import LMCacheLookupClient, LMCacheLookupServer
+    from lmcache.v1.lookup_client.lmcache_lookup_client import (
+        LMCacheLookupClient,
+        LMCacheLookupServer,
+    )
     from lmcache.v1.memory_management import MemoryFormat
     from lmcache.v1.metadata import LMCacheMetadata
     from lmcache.v1.offload_server.message import OffloadMsg, OffloadRetMsg
@@ -58,19 +64,27 @@ with mock.patch("torch.cuda.is_available", lambda: False):  # as on a host witho
 
 
 def config(**fields):
-    """LMCache's config: small chunks and memory. py_enable_gc, or its engine would turn Python's collector off."""
-    return LMCacheEngineConfig.from_defaults(**{"max_local_cpu_size": 0.01, "py_enable_gc": True, **fields})
+    """LMCache's config: small chunks and memory. py_enable_gc, or its engine would turn Python's
+    collector off."""
+    return LMCacheEngineConfig.from_defaults(
+        **{"max_local_cpu_size": 0.01, "py_enable_gc": True, **fields}
+    )
 
 
 CHUNK, BLOCKS, BLOCK_SIZE = 4, 8, 4  # tokens, and a paged cache of 32 slots
 
 
 def world(ranks=1, mla=False, dtype=torch.float32):
-    """The facts of each rank, for their LMCacheMetadata and for ours; model name and engine id are nobody else's."""
+    """The facts of each rank, for their LMCacheMetadata and for ours; model name and engine id are
+    nobody else's."""
     nobody_else = uuid.uuid4().hex
     facts = {"model_name": f"org/{nobody_else[:8]}", "engine_id": nobody_else}
     facts |= {"world_size": ranks, "local_world_size": ranks}
-    facts |= {"kv_dtype": dtype, "use_mla": mla, "kv_shape": (2, 1, CHUNK, 1, 16) if mla else (2, 2, CHUNK, 2, 8)}
+    facts |= {
+        "kv_dtype": dtype,
+        "use_mla": mla,
+        "kv_shape": (2, 1, CHUNK, 1, 16) if mla else (2, 2, CHUNK, 2, 8),
+    }
     facts |= {"chunk_size": CHUNK, "kv_connector_extra_config": {"lmcache_rpc_port": 10}}
     return [facts | {"worker_id": rank, "local_worker_id": rank} for rank in range(ranks)]
 
@@ -78,8 +92,14 @@ def world(ranks=1, mla=False, dtype=torch.float32):
 def pages(facts):
     """A paged KV cache full of noise: L of [2, B, N, H, D], with MLA of [B, N, D]."""
     num_layers, _, _, heads, head_dim = facts["kv_shape"]
-    shape = (BLOCKS, BLOCK_SIZE, head_dim) if facts["use_mla"] else (2, BLOCKS, BLOCK_SIZE, heads, head_dim)
-    noise = torch.randint(0, 256, (num_layers, *shape[:-1], head_dim * facts["kv_dtype"].itemsize), dtype=torch.uint8)
+    shape = (
+        (BLOCKS, BLOCK_SIZE, head_dim)
+        if facts["use_mla"]
+        else (2, BLOCKS, BLOCK_SIZE, heads, head_dim)
+    )
+    noise = torch.randint(
+        0, 256, (num_layers, *shape[:-1], head_dim * facts["kv_dtype"].itemsize), dtype=torch.uint8
+    )
     return [*noise.view(facts["kv_dtype"])]
 
 
@@ -88,9 +108,12 @@ def layout(facts):
 
 
 def at(kv, slots):
-    """The KV at these slots as a chunk's bytes: [K, L, T, H*D], taken without any code of the two engines."""
+    """The KV at these slots as a chunk's bytes: [K, L, T, H*D], taken without any code of the two
+    engines."""
     slots_axis = BLOCKS * BLOCK_SIZE
-    rows = [layer.view(torch.uint8).view(layer.dim() // 2, slots_axis, -1) for layer in kv]  # L of [K, B*N, H*D bytes]
+    rows = [
+        layer.view(torch.uint8).view(layer.dim() // 2, slots_axis, -1) for layer in kv
+    ]  # L of [K, B*N, H*D bytes]
     return torch.stack([layer[:, slots] for layer in rows], dim=1)
 
 
@@ -112,12 +135,13 @@ def hash_with_sha256_cbor(database, monkeypatch, seed="0"):
     monkeypatch.setattr(database, "hash_func", sha256_cbor)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The engine
 
 
 class OnCPU(TorchFunctionMode):
-    """LMCache asks for "cuda" in store(hashes=...) and in MLA's broadcast, whatever the host: here it gets the CPU."""
+    """LMCache asks for "cuda" in store(hashes=...) and in MLA's broadcast, whatever the host: here
+    it gets the CPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -135,17 +159,20 @@ class CPUEngine(LMCacheEngine):
             return super().retrieve(*args, **kwargs)
 
     def flush(self, key):
-        """Returns when the remote has every chunk stored so far: puts and this question share one connection."""
+        """Returns when the remote has every chunk stored so far: puts and this question share one
+        connection."""
         return self.storage_manager.storage_backends["RemoteBackend"].connection.exists_sync(key)
 
 
 class PagedConnector(GPUConnectorInterface):
-    """Copies between chunks [K, L, T, H*D] and pages, L of [2, B, N, H, D] or of MLA's [B, N, D]; slot = block * N + i.
+    """Copies between chunks [K, L, T, H*D] and pages, L of [2, B, N, H, D] or of MLA's [B, N, D];
+    slot = block * N + i.
 
     As bytes, for torch cannot index every dtype.
     """
 
-    load_stream = None  # MLA makes a CUDA stream where there is no such attribute; torch.cuda.stream(None) is a no-op
+    # MLA makes a CUDA stream where there is no such attribute; torch.cuda.stream(None) is a no-op.
+    load_stream = None
 
     def __init__(self, kvcaches):
         self.kvcaches = kvcaches
@@ -153,7 +180,9 @@ class PagedConnector(GPUConnectorInterface):
     def _pairs(self, memory_obj, start, end, kvcaches=None, slot_mapping=None, **_):
         chunk = memory_obj.tensor.view(torch.uint8)  # [K, L, T, H*D bytes]
         for layer, pages in enumerate(self.kvcaches if kvcaches is None else kvcaches):
-            rows = pages.view(torch.uint8).view(chunk.shape[0], -1, chunk.shape[3])  # [K, B*N, H*D bytes]
+            rows = pages.view(torch.uint8).view(
+                chunk.shape[0], -1, chunk.shape[3]
+            )  # [K, B*N, H*D bytes]
             yield chunk[:, layer], rows, slot_mapping[start:end]
 
     def from_gpu(self, memory_obj, start, end, **kwargs):
@@ -179,11 +208,19 @@ class PagedConnector(GPUConnectorInterface):
 @contextlib.contextmanager
 def engine(config, metadata, kvcaches=()):
     with mock.patch("torch.cuda.is_available", lambda: False):
-        kind = token_database.SegmentTokenDatabase if config.enable_blending else token_database.ChunkedTokenDatabase
+        kind = (
+            token_database.SegmentTokenDatabase
+            if config.enable_blending
+            else token_database.ChunkedTokenDatabase
+        )
         database, pages = kind(config, metadata), PagedConnector(kvcaches)
         start_method = multiprocessing.get_start_method(allow_none=True)
-        made = CPUEngine(config, metadata, database, pages, lambda *_: None, lambda value, _: value)  # nobody to tell
-        multiprocessing.set_start_method(start_method, force=True)  # LMCache changes it for the whole process
+        made = CPUEngine(
+            config, metadata, database, pages, lambda *_: None, lambda value, _: value
+        )  # nobody to tell
+        multiprocessing.set_start_method(
+            start_method, force=True
+        )  # LMCache changes it for the whole process
         made.post_init()
         try:
             yield made
@@ -193,7 +230,7 @@ def engine(config, metadata, kvcaches=()):
             PinMonitor.DestroyInstance()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # TCP
 
 
@@ -202,7 +239,9 @@ class Connector:
 
     def __init__(self, port, metadata):
         self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, name="lmcache-loop", daemon=True)
+        self.thread = threading.Thread(
+            target=self.loop.run_forever, name="lmcache-loop", daemon=True
+        )
         self.thread.start()
         self.memory = LocalCPUBackend(config(chunk_size=metadata.chunk_size), metadata)
         self.peer = LMCServerConnector("127.0.0.1", port, self.loop, self.memory)
@@ -223,7 +262,12 @@ class Connector:
         if chunk is None:
             return None
         try:
-            return tuple(chunk.get_shape()), chunk.get_dtype(), chunk.get_memory_format(), bytes(chunk.byte_array)
+            return (
+                tuple(chunk.get_shape()),
+                chunk.get_dtype(),
+                chunk.get_memory_format(),
+                bytes(chunk.byte_array),
+            )
         finally:
             chunk.ref_count_down()
 
@@ -240,7 +284,10 @@ class Connector:
 
 @contextlib.contextmanager
 def connector(port, metadata):
-    with mock.patch("torch.cuda.is_available", lambda: False), contextlib.closing(Connector(port, metadata)) as made:
+    with (
+        mock.patch("torch.cuda.is_available", lambda: False),
+        contextlib.closing(Connector(port, metadata)) as made,
+    ):
         yield made
 
 
@@ -250,7 +297,9 @@ def server_process():
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "lmcache.v1.server", "127.0.0.1", str(port), "cpu"]
     env = {**os.environ, "LMCACHE_LOG_LEVEL": "INFO", "CUDA_VISIBLE_DEVICES": ""}
-    with subprocess.Popen(command, env=env, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, env=env, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             said = []
             while not said or "Server started" not in said[-1]:  # it listens before it says so
@@ -261,7 +310,7 @@ def server_process():
             process.kill()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # ZMQ
 
 
@@ -276,7 +325,8 @@ def lookup_client(config, metadata):
 
 @contextlib.contextmanager
 def lookup_servers(engines_and_metadata):
-    """One a rank. A server looks up only every second whether it is to stop, or after a message: it gets a bad one."""
+    """One a rank. A server looks up only every second whether it is to stop, or after a message: it
+    gets a bad one."""
     with contextlib.ExitStack() as stack:
         for engine, metadata in engines_and_metadata:
             server = LMCacheLookupServer(engine, metadata)
@@ -292,7 +342,9 @@ def offload_server(engine, rank, path):
     try:
         yield server
     finally:
-        _end(server, path, b"\x83\xa6hashes\x90\xacslot_mapping\x90\xa7offsets\x90")  # an offload of nothing
+        _end(
+            server, path, b"\x83\xa6hashes\x90\xacslot_mapping\x90\xa7offsets\x90"
+        )  # an offload of nothing
 
 
 def _end(server, path, last_message):

@@ -1,4 +1,5 @@
-"""Engines, both ways: what LMCache 0.3.14's engine stores at a remote server ours retrieves, and the reverse."""
+"""Engines, both ways: what LMCache 0.3.14's engine stores at a remote server ours retrieves, and
+the reverse."""
 
 import contextlib
 import threading
@@ -13,10 +14,19 @@ from remote_server import LMCacheServer, RemoteClient
 pytestmark = pytest.mark.interop
 
 PROMPT = list(range(100, 114))  # 3 whole chunks and one of 2 tokens
-SLOTS = torch.tensor([9, 8, 11, 10, 0, 1, 2, 3, 31, 17, 5, 29, 20, 21])  # one whole block among them
+SLOTS = torch.tensor(
+    [9, 8, 11, 10, 0, 1, 2, 3, 31, 17, 5, 29, 20, 21]
+)  # one whole block among them
 ELSEWHERE = SLOTS.flip(0)
 TAGS = {"lmcache.tag.user": "ann", "max_tokens": 7}
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2]
+DTYPES = [
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.uint8,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
 CASES = [(1, "kv", dtype) for dtype in DTYPES]
 CASES += [(ranks, kind, torch.bfloat16) for ranks, kind in ((2, "kv"), (1, "mla"), (2, "mla"))]
 CASES += [(1, "mla", torch.float8_e4m3fn)]
@@ -41,10 +51,14 @@ def port(request, their_port):
             thread.join()
 
 
-@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-rank-{case[1]}-{case[2]}".replace("torch.", ""))
+@pytest.fixture(
+    params=CASES, ids=lambda case: f"{case[0]}-rank-{case[1]}-{case[2]}".replace("torch.", "")
+)
 def facts(request):
     ranks, kind, dtype = request.param
-    return theirs.world(ranks, kind == "mla", dtype)[0 if kind == "mla" else -1]  # with MLA rank 0 stores for all
+    return theirs.world(ranks, kind == "mla", dtype)[
+        0 if kind == "mla" else -1
+    ]  # with MLA rank 0 stores for all
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +68,9 @@ def environment(monkeypatch):
 
 @contextlib.contextmanager
 def our_engine(port, facts, **fields):
-    config = LMCacheEngineConfig(chunk_size=theirs.CHUNK, max_local_cpu_size=0.01, save_unfull_chunk=True, **fields)
+    config = LMCacheEngineConfig(
+        chunk_size=theirs.CHUNK, max_local_cpu_size=0.01, save_unfull_chunk=True, **fields
+    )
     with (
         RemoteClient(f"lm://127.0.0.1:{port}") as client,
         LMCacheEngine(config, LMCacheMetadata(**facts), remote=client) as engine,
@@ -82,7 +98,9 @@ def test_they_store_and_we_retrieve(port, facts):
         peer.store(PROMPT, kvcaches=kv, slot_mapping=SLOTS)
         assert peer.flush(last_key(peer, hashes, lengths))
         assert ours.lookup(hashes=hashes, offsets=lengths) == 14
-        assert ours.retrieve(hashes=hashes, offsets=lengths, kvcaches=back, slot_mapping=ELSEWHERE).all()
+        assert ours.retrieve(
+            hashes=hashes, offsets=lengths, kvcaches=back, slot_mapping=ELSEWHERE
+        ).all()
     assert torch.equal(theirs.at(back, ELSEWHERE), theirs.at(kv, SLOTS))
 
 
@@ -100,14 +118,20 @@ def test_we_store_and_they_retrieve(port, facts):
 
 @pytest.mark.parametrize("facts", [CASES[1], CASES[-1]], ids=["kv", "mla"], indirect=True)
 def test_tokens_alone_are_enough(port, facts, monkeypatch):
-    """Both hash with sha256_cbor, so that a prompt and its tags are all that the two engines need to share."""
+    """Both hash with sha256_cbor, so that a prompt and its tags are all that the two engines need
+    to share."""
     kv, back = theirs.pages(facts), theirs.pages(facts)
-    with their_engine(port, facts) as peer, our_engine(port, facts, pre_caching_hash_algorithm="sha256_cbor") as ours:
+    with (
+        their_engine(port, facts) as peer,
+        our_engine(port, facts, pre_caching_hash_algorithm="sha256_cbor") as ours,
+    ):
         theirs.hash_with_sha256_cbor(peer.token_database, monkeypatch)
         ours.store(PROMPT, kvcaches=kv, slot_mapping=SLOTS, request_configs=TAGS)
         assert ours.flush()
         assert peer.lookup(PROMPT) == 0 and peer.lookup(PROMPT, request_configs=TAGS) == 14
-        assert peer.retrieve(PROMPT, kvcaches=back, slot_mapping=ELSEWHERE, request_configs=TAGS).all()
+        assert peer.retrieve(
+            PROMPT, kvcaches=back, slot_mapping=ELSEWHERE, request_configs=TAGS
+        ).all()
         assert torch.equal(theirs.at(back, ELSEWHERE), theirs.at(kv, SLOTS))
 
         other = PROMPT[:8] + [7, 7, 7, 7]  # two chunks of it are there, under the tags alone
@@ -125,13 +149,17 @@ def test_what_we_write_is_what_they_would(port, facts):
     kv = theirs.pages(facts)
     hashes, lengths = [5, -(2**63), 2**64 - 1, b"\x01" * 32], [4, 4, 4, 2]
     with our_engine(port, facts) as engine, RemoteClient(f"lm://127.0.0.1:{port}") as client:
-        engine.store(hashes=hashes, offsets=lengths, kvcaches=kv, slot_mapping=SLOTS, request_configs=TAGS)
+        engine.store(
+            hashes=hashes, offsets=lengths, kvcaches=kv, slot_mapping=SLOTS, request_configs=TAGS
+        )
         assert engine.flush()
         database = theirs.token_database.ChunkedTokenDatabase(
             theirs.config(chunk_size=theirs.CHUNK), theirs.LMCacheMetadata(**facts)
         )
         keys = {}
-        for start, end, key in database.process_tokens(hashes=hashes, offsets=lengths, request_configs=TAGS):
+        for start, end, key in database.process_tokens(
+            hashes=hashes, offsets=lengths, request_configs=TAGS
+        ):
             keys[key.to_string()] = (start, end)
         assert {*client.list_keys()} == {*keys}
         fmt = theirs.MemoryFormat.KV_MLA_FMT if facts["use_mla"] else theirs.MemoryFormat.KV_2LTD

@@ -1,4 +1,5 @@
-"""Chunk hashes that two processes, or we and LMCache 0.3.14, can share: pre_caching_hash_algorithm."""
+"""Chunk hashes that two processes, or we and LMCache 0.3.14, can share:
+pre_caching_hash_algorithm."""
 
 import os
 import subprocess
@@ -13,8 +14,26 @@ from engine import ChunkedTokenDatabase, LMCacheEngineConfig, SegmentTokenDataba
 
 pytestmark = pytest.mark.interop
 
-PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 23, 24, 255, 256, 65535, 65536, 2**32 - 1, 2**32]  # at CBOR's boundaries too
-# What LMCache 0.3.14 beside vLLM 0.32.0 made of PROMPT in chunks of 4, by PYTHONHASHSEED: computed there once.
+PROMPT = [
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+    7,
+    8,
+    23,
+    24,
+    255,
+    256,
+    65535,
+    65536,
+    2**32 - 1,
+    2**32,
+]  # at CBOR's boundaries too
+# What LMCache 0.3.14 beside vLLM 0.32.0 made of PROMPT in chunks of 4, by PYTHONHASHSEED: computed
+# there once.
 SHA256_CBOR = {
     "0": [
         "c9d58ba695280d69b243e1e0df813136ca9196b286fb1a021e0b2e028ef071cb",
@@ -29,14 +48,14 @@ SHA256_CBOR = {
         "feb5e8d345bd85d646f0c9e7938360d45c696a9273075b175d76dd26c849f115",
     ],
 }
-ALONE = (
-    "9ca3c050dcab71b7d20d7e21acb28a035ce8f2f5470d3f9724580ec57b7c7da0"  # of the segment [1, 2, 3], whatever the seed
-)
+# Of the segment [1, 2, 3], whatever the seed.
+ALONE = "9ca3c050dcab71b7d20d7e21acb28a035ce8f2f5470d3f9724580ec57b7c7da0"
 
 SCRIPT = """
 import sys
 from engine import ChunkedTokenDatabase, LMCacheEngineConfig
-database = ChunkedTokenDatabase(LMCacheEngineConfig(chunk_size=4, pre_caching_hash_algorithm=sys.argv[1]))
+config = LMCacheEngineConfig(chunk_size=4, pre_caching_hash_algorithm=sys.argv[1])
+database = ChunkedTokenDatabase(config)
 hashes = [span[2] for span in database.process_tokens([int(token) for token in sys.argv[2:]])]
 print(*(value.hex() if isinstance(value, bytes) else value for value in hashes))
 """
@@ -58,7 +77,9 @@ def test_sha256_cbor_is_vllms_in_another_process():
     assert in_another_process("sha256_cbor", "42").stdout.split() == SHA256_CBOR["42"]
 
 
-@pytest.mark.parametrize("tokens", [PROMPT, tuple(PROMPT), torch.tensor(PROMPT)], ids=["list", "tuple", "tensor"])
+@pytest.mark.parametrize(
+    "tokens", [PROMPT, tuple(PROMPT), torch.tensor(PROMPT)], ids=["list", "tuple", "tensor"]
+)
 @pytest.mark.parametrize("seed", SHA256_CBOR)
 def test_sha256_cbor_is_theirs(seed, tokens, monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", seed)
@@ -72,7 +93,9 @@ def test_sha256_cbor_is_theirs(seed, tokens, monkeypatch):
 def test_sha256_cbor_of_a_segment_is_vllms(monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     fields = {"enable_blending": True, "extra_config": {"blend_special_token_ids": [9]}}
-    hashes, _ = theirs.spans(SegmentTokenDatabase(config("sha256_cbor", **fields)), [1, 2, 3, 9, 4, 9, 1, 2, 3])
+    hashes, _ = theirs.spans(
+        SegmentTokenDatabase(config("sha256_cbor", **fields)), [1, 2, 3, 9, 4, 9, 1, 2, 3]
+    )
     assert hashes[0] == hashes[2] == bytes.fromhex(ALONE)
 
 

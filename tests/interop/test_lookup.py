@@ -1,4 +1,5 @@
-"""Lookup, both ways: LMCache 0.3.14's client asks our servers and engines, our client asks its servers and engines."""
+"""Lookup, both ways: LMCache 0.3.14's client asks our servers and engines, our client asks its
+servers and engines."""
 
 import contextlib
 import json
@@ -25,10 +26,14 @@ TAGS = {"lmcache.tag.user": "ann", "max_tokens": 7}
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)  # without vLLM LMCache knows only /tmp/vllm_rpc
+    monkeypatch.delenv(
+        "VLLM_RPC_BASE_PATH", raising=False
+    )  # without vLLM LMCache knows only /tmp/vllm_rpc
     monkeypatch.setenv("PYTHONHASHSEED", "0")  # sha256_cbor needs one
     tokenizer = SimpleNamespace(encode=lambda text: [1, *SEPARATOR])  # LMCache drops the first
-    monkeypatch.setattr(theirs.token_database.AutoTokenizer, "from_pretrained", lambda name: tokenizer)
+    monkeypatch.setattr(
+        theirs.token_database.AutoTokenizer, "from_pretrained", lambda name: tokenizer
+    )
 
 
 @pytest.fixture(params=[1, 2, 4], ids="{}-ranks".format)
@@ -39,7 +44,11 @@ def world(request):
 def our_config(blending=False, **fields):
     extra = {"blend_special_token_ids": SEPARATOR} if blending else None
     return LMCacheEngineConfig(
-        chunk_size=CHUNK, max_local_cpu_size=0.01, enable_blending=blending, extra_config=extra, **fields
+        chunk_size=CHUNK,
+        max_local_cpu_size=0.01,
+        enable_blending=blending,
+        extra_config=extra,
+        **fields,
     )
 
 
@@ -106,12 +115,13 @@ def store(engine, hashes, lengths, configs=None):
     engine.store(hashes=hashes, offsets=lengths, slot_mapping=slots, request_configs=configs)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Chunked: hashes go over the wire
 
 
 def ask(client, ranks):
-    """What any client must answer where rank r has 4 - r chunks of the prompt, and 1 of it under TAGS."""
+    """What any client must answer where rank r has 4 - r chunks of the prompt, and 1 of it under
+    TAGS."""
     expected = CHUNK * (5 - ranks)
     assert client.lookup(PROMPT, "a") == expected == client.lookup_cache("a")
     assert client.lookup(torch.tensor(PROMPT), "b") == expected
@@ -147,7 +157,10 @@ def test_their_client_asks_ours(world, hashing, monkeypatch):
 @pytest.mark.parametrize("hashing", [int, bytes], ids=["ints", "bytes"])
 def test_our_client_asks_theirs(world, hashing):
     algorithm = "sha256" if hashing is int else "sha256_cbor"
-    with their_ranks(world) as engines, our_client(world[0], pre_caching_hash_algorithm=algorithm) as client:
+    with (
+        their_ranks(world) as engines,
+        our_client(world[0], pre_caching_hash_algorithm=algorithm) as client,
+    ):
         hashes, lengths = theirs.spans(client.token_database, PROMPT)
         assert {type(value) for value in hashes} == {hashing}
         for rank, engine in enumerate(engines):
@@ -159,15 +172,22 @@ def test_our_client_asks_theirs(world, hashing):
 
 
 def test_tokens_alone_are_enough(monkeypatch):
-    """Our client and their engine, given the same tokens, hash them to the same: with sha256_cbor on both sides."""
+    """Our client and their engine, given the same tokens, hash them to the same: with sha256_cbor
+    on both sides."""
     world = theirs.world(1)
-    with their_ranks(world) as (engine,), our_client(world[0], pre_caching_hash_algorithm="sha256_cbor") as client:
+    with (
+        their_ranks(world) as (engine,),
+        our_client(world[0], pre_caching_hash_algorithm="sha256_cbor") as client,
+    ):
         theirs.hash_with_sha256_cbor(engine.token_database, monkeypatch)
         engine.store(PROMPT, slot_mapping=torch.arange(len(PROMPT)))
         assert client.lookup(PROMPT, "a") == 16
 
 
-NUMBERS = {"ints": [-(2**63), -1, 0, 2**63, 2**64 - 1], "bytes": [b"\x00\x01", b"\xff" * 32, b"\xc1", b"\x01"]}
+NUMBERS = {
+    "ints": [-(2**63), -1, 0, 2**63, 2**64 - 1],
+    "bytes": [b"\x00\x01", b"\xff" * 32, b"\xc1", b"\x01"],
+}
 
 
 @pytest.mark.parametrize("hashes", NUMBERS.values(), ids=NUMBERS)
@@ -191,7 +211,7 @@ def test_mla_asks_rank_0_alone(client_of, ranks):
         assert client.lookup(PROMPT, "a") == 16
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Blending: tokens go over the wire
 
 
@@ -207,7 +227,7 @@ def test_blending(world, client_of, ranks):
         assert client.lookup(SEGMENTS, "tagged", TAGS) == 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Paths and frames
 
 
@@ -215,7 +235,9 @@ def test_blending(world, client_of, ranks):
 @pytest.mark.parametrize("rank", [0, 3])
 def test_path_is_theirs(port, rank):
     facts = theirs.world(4)[rank] | {"kv_connector_extra_config": {"lmcache_rpc_port": port}}
-    assert lookup_path(LMCacheMetadata(**facts), rank) == theirs.rpc_path(facts["engine_id"], "lookup", port, rank)
+    assert lookup_path(LMCacheMetadata(**facts), rank) == theirs.rpc_path(
+        facts["engine_id"], "lookup", port, rank
+    )
 
 
 @pytest.mark.parametrize("configs", [None, {}, TAGS], ids=["none", "empty", "tags"])
@@ -232,7 +254,9 @@ def test_requests_are_theirs(blending, configs, monkeypatch):
             if client is not ours:
                 theirs.hash_with_sha256_cbor(client.token_database, monkeypatch)
             answers = []
-            asking = threading.Thread(target=lambda: answers.append(client.lookup(PROMPT, "an id", configs)))
+            asking = threading.Thread(
+                target=lambda: answers.append(client.lookup(PROMPT, "an id", configs))
+            )
             asking.start()
             for rank, router in enumerate(routers):
                 identity, *frames = router.recv_multipart()
@@ -241,4 +265,6 @@ def test_requests_are_theirs(blending, configs, monkeypatch):
             asking.join()
             assert answers == [0x01020304]
     assert requests == requests[:1] * 4
-    assert requests[0][0] == b"" and requests[0][-1] == (json.dumps(TAGS).encode() if configs else b"")
+    assert requests[0][0] == b"" and requests[0][-1] == (
+        json.dumps(TAGS).encode() if configs else b""
+    )

@@ -1,4 +1,5 @@
-"""TCP, both ways: LMCache 0.3.14's client on our server, our client on its server, and every header byte for byte."""
+"""TCP, both ways: LMCache 0.3.14's client on our server, our client on its server, and every header
+byte for byte."""
 
 import socket
 import struct
@@ -19,11 +20,19 @@ pytestmark = pytest.mark.interop
 
 FORMATS = list(theirs.MemoryFormat)
 DTYPES = [dtype for dtype in theirs.DTYPE_TO_INT if dtype is not None]
-SHAPES = {  # what their client can allocate; [K, L, T, H*D] and the two layer-wise formats, filled up to 4 axes
-    theirs.MemoryFormat.KV_2LTD: [(2, 3, 8, 16), (2, 3, 5, 16), (2, 1, 1, 16)],  # whole, partial, one token
+# What their client can allocate: [K, L, T, H*D] and both layer-wise formats, filled up to 4 axes.
+SHAPES = {
+    theirs.MemoryFormat.KV_2LTD: [
+        (2, 3, 8, 16),
+        (2, 3, 5, 16),
+        (2, 1, 1, 16),
+    ],  # whole, partial, one token
     theirs.MemoryFormat.KV_T2D: [(8, 2, 16, 1), (5, 2, 16, 1)],
     theirs.MemoryFormat.KV_2TD: [(2, 8, 16, 1), (2, 5, 16, 1)],
-    theirs.MemoryFormat.KV_MLA_FMT: [(1, 3, 8, 72), (1, 3, 5, 72)],  # D = 64 + 8, as with DeepSeek's 512 + 64
+    theirs.MemoryFormat.KV_MLA_FMT: [
+        (1, 3, 8, 72),
+        (1, 3, 5, 72),
+    ],  # D = 64 + 8, as with DeepSeek's 512 + 64
 }
 METADATA = theirs.LMCacheMetadata("m", 1, 1, 0, 0, torch.float32, (3, 2, 8, 2, 8), chunk_size=8)
 
@@ -34,7 +43,9 @@ def key(number, cls=theirs.CacheEngineKey):
 
 def payload(nbytes, seed=0):
     return (
-        torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+        torch.randint(
+            0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+        )
         .numpy()
         .tobytes()
     )
@@ -56,7 +67,7 @@ def their_port():
         yield port
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Headers and keys, byte for byte
 
 int32 = st.integers(-(2**31), 2**31 - 1)
@@ -67,8 +78,12 @@ hashes = st.integers(-(2**63), 2**64 - 1) | st.binary(min_size=1, max_size=32)
 
 @st.composite
 def keys(draw):
-    """The same key of ours and of theirs, such that its text fits and nothing of it is lost in the padding."""
-    configs = draw(st.none() | st.dictionaries(names.map("lmcache.tag.{}".format), text | st.integers(), max_size=3))
+    """The same key of ours and of theirs, such that its text fits and nothing of it is lost in the
+    padding."""
+    configs = draw(
+        st.none()
+        | st.dictionaries(names.map("lmcache.tag.{}".format), text | st.integers(), max_size=3)
+    )
     configs = configs and configs | {"max_tokens": 7}  # not a tag
     facts = (
         draw(text),
@@ -94,9 +109,13 @@ def test_key_text_is_theirs(pair):
     line = peer.to_string()
     assert ours.to_string() == line
     assert CacheEngineKey.from_string(line).to_string() == line
-    if isinstance(ours.chunk_hash, int):  # they read a `bytes` hash as an int: its leading zeros are lost
+    if isinstance(
+        ours.chunk_hash, int
+    ):  # they read a `bytes` hash as an int: its leading zeros are lost
         assert theirs.parse_cache_key(ours.to_string()).to_string() == line
-        assert CacheEngineKey.from_string(line).chunk_hash == theirs.parse_cache_key(line).chunk_hash
+        assert (
+            CacheEngineKey.from_string(line).chunk_hash == theirs.parse_cache_key(line).chunk_hash
+        )
 
 
 @given(
@@ -113,7 +132,9 @@ def test_request_header_is_theirs(pair, command, length, fmt, dtype, location, s
     peer = theirs.ClientMetaMessage(
         command, their_key, length, fmt, dtype, torch.Size(shape), theirs.INT_TO_LOCATION[location]
     )
-    ours = ClientMetaMessage(command, ours_key, length, fmt.value, DTYPE_TO_INT[dtype], shape, location)
+    ours = ClientMetaMessage(
+        command, ours_key, length, fmt.value, DTYPE_TO_INT[dtype], shape, location
+    )
     raw = peer.serialize()
     assert ours.serialize() == raw
     assert ClientMetaMessage.packlength() == theirs.ClientMetaMessage.packlength() == len(raw)
@@ -133,7 +154,9 @@ def test_request_header_is_theirs(pair, command, length, fmt, dtype, location, s
     st.sampled_from([*theirs.INT_TO_LOCATION]),
 )
 def test_reply_header_is_theirs(code, length, fmt, dtype, shape, location):
-    peer = theirs.ServerMetaMessage(code, length, fmt, dtype, torch.Size(shape), theirs.INT_TO_LOCATION[location])
+    peer = theirs.ServerMetaMessage(
+        code, length, fmt, dtype, torch.Size(shape), theirs.INT_TO_LOCATION[location]
+    )
     ours = ServerMetaMessage(code, length, fmt.value, DTYPE_TO_INT[dtype], shape, location)
     assert ours.serialize() == peer.serialize()
     assert ServerMetaMessage.deserialize(peer.serialize()) == ours
@@ -145,7 +168,7 @@ def test_dtype_numbers_are_theirs():
     assert theirs.DTYPE_TO_INT == DTYPE_TO_INT
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Their client, our server
 
 
@@ -160,13 +183,20 @@ def test_their_client_on_our_server(our_port, fmt, dtype):
             client.put(key(number), data, shape, dtype, fmt)
             assert client.exists(key(number)) and client.exists_sync(key(number))
             assert client.get(key(number)) == (shape, dtype, fmt, data)
-        assert client.get(key(0))[3] == payload(torch.Size(SHAPES[fmt][0]).numel() * dtype.itemsize, 0)
+        assert client.get(key(0))[3] == payload(
+            torch.Size(SHAPES[fmt][0]).numel() * dtype.itemsize, 0
+        )
 
 
 def test_their_client_puts_bytes_without_a_dtype(our_port):
     with theirs.connector(our_port, METADATA) as client:
         client.put(key(1), b"a picture", (9, 0, 0, 0), None, theirs.MemoryFormat.BINARY_BUFFER)
-        assert client.get(key(1)) == ((9, 0, 0, 0), None, theirs.MemoryFormat.BINARY_BUFFER, b"a picture")
+        assert client.get(key(1)) == (
+            (9, 0, 0, 0),
+            None,
+            theirs.MemoryFormat.BINARY_BUFFER,
+            b"a picture",
+        )
 
 
 @pytest.mark.parametrize("connections", [2, 4])
@@ -179,11 +209,20 @@ def test_their_clients_at_once(our_port, connections):
         mine = range(10 * rank, 10 * rank + 10)
         for number in mine:
             client.put(key(number), chunks[number], shape, dtype, fmt)
-        wrong.extend(number for number in mine if client.get(key(number)) != (shape, dtype, fmt, chunks[number]))
+        wrong.extend(
+            number
+            for number in mine
+            if client.get(key(number)) != (shape, dtype, fmt, chunks[number])
+        )
 
     with ExitStack() as stack:
-        clients = [stack.enter_context(theirs.connector(our_port, METADATA)) for _ in range(connections)]
-        threads = [threading.Thread(target=work, args=pair) for pair in zip(clients, range(connections), strict=True)]
+        clients = [
+            stack.enter_context(theirs.connector(our_port, METADATA)) for _ in range(connections)
+        ]
+        threads = [
+            threading.Thread(target=work, args=pair)
+            for pair in zip(clients, range(connections), strict=True)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -197,9 +236,18 @@ def test_their_clients_at_once(our_port, connections):
 def test_their_layer_and_tag_keys_on_our_server(our_port):
     base = theirs.CacheEngineKey("m", 1, 0, -0xABC, torch.float16, {"lmcache.tag.user": "ann"})
     their_keys = [base, *base.split_layers(3), base.with_new_worker_id(1)]
-    with theirs.connector(our_port, METADATA) as client, RemoteClient(f"lm://127.0.0.1:{our_port}") as ours:
+    with (
+        theirs.connector(our_port, METADATA) as client,
+        RemoteClient(f"lm://127.0.0.1:{our_port}") as ours,
+    ):
         for number, their_key in enumerate(their_keys):
-            client.put(their_key, bytes([number]) * 64, (2, 1, 1, 16), torch.float16, theirs.MemoryFormat.KV_2LTD)
+            client.put(
+                their_key,
+                bytes([number]) * 64,
+                (2, 1, 1, 16),
+                torch.float16,
+                theirs.MemoryFormat.KV_2LTD,
+            )
         assert [client.get(their_key)[3][0] for their_key in their_keys] == [0, 1, 2, 3, 4]
         assert sorted(ours.list_keys()) == sorted(their_key.to_string() for their_key in their_keys)
 
@@ -207,8 +255,8 @@ def test_their_layer_and_tag_keys_on_our_server(our_port):
 @pytest.mark.parametrize("dtype", [0, 1, 2, 3, 4, 5, 6, 7, 8])
 @pytest.mark.parametrize("fmt", [0, 1, 2, 3, 4, 5, 6, 7, 8])
 def test_formats_pass_as_they_came(our_port, fmt, dtype):
-    """Every number of the protocol, those too that their client never sends: float16's other number 1, a format it
-    cannot allocate, and EC_TD 7 and HS_TD 8, which came with LMCache 0.5.6."""
+    """Every number of the protocol, those too that their client never sends: float16's other number
+    1, a format it cannot allocate, and EC_TD 7 and HS_TD 8, which came with LMCache 0.5.6."""
     known = theirs.MemoryFormat(min(fmt, 6))
     header = bytearray(
         theirs.ClientMetaMessage(
@@ -229,18 +277,21 @@ def test_formats_pass_as_they_came(our_port, fmt, dtype):
 
 @pytest.mark.parametrize("command", ["EXIST", "HEALTH", "GET"])
 def test_replies_without_payload_are_theirs(our_port, command):
-    """To one who asks for what is not there, or for our health, the 36 bytes are those that they would send."""
+    """To one who asks for what is not there, or for our health, the 36 bytes are those that they
+    would send."""
     ask = theirs.ClientMetaMessage(
         theirs.ClientCommand[command], key(7), 0, FORMATS[1], torch.float16, torch.Size([0] * 4)
     )
     code = theirs.ServerReturnCode.SUCCESS if command == "HEALTH" else theirs.ServerReturnCode.FAIL
-    reply = theirs.ServerMetaMessage(code, 0, FORMATS[1], torch.float16, torch.Size([0] * 4)).serialize()
+    reply = theirs.ServerMetaMessage(
+        code, 0, FORMATS[1], torch.float16, torch.Size([0] * 4)
+    ).serialize()
     with socket.create_connection(("127.0.0.1", our_port)) as sock, sock.makefile("rb") as replies:
         sock.sendall(ask.serialize() * 2)
         assert replies.read(72) == reply * 2
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Our client, their server
 
 
@@ -267,7 +318,9 @@ def test_our_client_on_their_server(their_port):
 
         missing = CacheEngineKey("another", 1, 0, 1, torch.float16)
         client.get_many([missing, *keys], fill)
-        assert got == {index: (meta, *pieces) for index, (_, meta, pieces) in enumerate(items, start=1)}
+        assert got == {
+            index: (meta, *pieces) for index, (_, meta, pieces) in enumerate(items, start=1)
+        }
 
 
 def test_our_client_puts_a_tensor_on_their_server(their_port):
@@ -278,12 +331,17 @@ def test_our_client_puts_a_tensor_on_their_server(their_port):
         CacheEngineKey("tensor", 1, 0, 0xABC, torch.bfloat16, configs),
         CacheEngineKey("tensor", 1, 0, 0xABC, torch.bfloat16, configs, layer_id=3),
     ):
-        with RemoteClient(f"lm://127.0.0.1:{their_port}") as client, theirs.connector(their_port, METADATA) as peer:
+        with (
+            RemoteClient(f"lm://127.0.0.1:{their_port}") as client,
+            theirs.connector(their_port, METADATA) as peer,
+        ):
             assert not client.exists(ours)
             client.put(ours, chunk)
             meta, data = client.get(ours)
             assert meta == (chunk.nbytes, 1, 3, tuple(chunk.shape))
-            assert torch.equal(torch.frombuffer(data, dtype=torch.bfloat16).view(chunk.shape), chunk)
+            assert torch.equal(
+                torch.frombuffer(data, dtype=torch.bfloat16).view(chunk.shape), chunk
+            )
             found = peer.get(theirs.parse_cache_key(ours.to_string()))
             assert found == (tuple(chunk.shape), torch.bfloat16, theirs.MemoryFormat.KV_2LTD, data)
 

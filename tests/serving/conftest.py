@@ -1,4 +1,5 @@
-"""Fixtures for the tests that need a real vLLM: `make test-vllm`. Plain `make test` leaves this folder out."""
+"""Fixtures for the tests that need a real vLLM: `make test-vllm`. Plain `make test` leaves this
+folder out."""
 
 import importlib.util
 import os

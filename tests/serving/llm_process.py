@@ -1,7 +1,9 @@
 """A vLLM in a process of its own, driven by JSON lines: for tests/serving and bench/bench_vllm.py.
 
-    with LLMProcess(model, log, dtype="float32", connector={"remote_url": "lm://127.0.0.1:8080"}) as llm:
-        (answer,) = llm.generate([prompt_ids], max_tokens=16)      # {"tokens": [...], "cached": 640, "ttft": 0.1}
+    connector = {"remote_url": "lm://127.0.0.1:8080"}
+    with LLMProcess(model, log, dtype="float32", connector=connector) as llm:
+        (answer,) = llm.generate([prompt_ids], max_tokens=16)
+        # {"tokens": [...], "cached": 640, "ttft": 0.1}
 
 Everything that vLLM prints goes to `log`. Run as a script, this file is the process itself.
 """
@@ -19,7 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def vllm_environment(rpc_folder: str, bind: str = "0") -> dict[str, str]:
-    """bind: the cores of each rank. A connector changes what vLLM chooses by itself, and with it speed and output."""
+    """bind: the cores of each rank. A connector changes what vLLM chooses by itself, and with it
+    speed and output."""
     return {
         **os.environ,
         "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}",
@@ -34,18 +37,33 @@ def vllm_environment(rpc_folder: str, bind: str = "0") -> dict[str, str]:
 
 def transfer_config(connector: dict[str, Any]) -> dict[str, Any]:
     """What --kv-transfer-config takes, with these settings of our connector."""
-    ours = {"kv_connector": "KVOffloadConnector", "kv_connector_module_path": "vllm_connector", "kv_role": "kv_both"}
+    ours = {
+        "kv_connector": "KVOffloadConnector",
+        "kv_connector_module_path": "vllm_connector",
+        "kv_role": "kv_both",
+    }
     return {**ours, "kv_connector_extra_config": connector}
 
 
 class LLMProcess:
-    """connector: our connector's settings, or None for a vLLM without. path: more folders to import from. settings:
-    vllm.LLM's arguments."""
+    """connector: our connector's settings, or None for a vLLM without. path: more folders to import
+    from. settings: vllm.LLM's arguments."""
 
     def __init__(
-        self, model: Path, log: Path, connector: dict | None = None, bind: str = "0", path: str = "", **settings: Any
+        self,
+        model: Path,
+        log: Path,
+        connector: dict | None = None,
+        bind: str = "0",
+        path: str = "",
+        **settings: Any,
     ):
-        settings = {"model": str(model), "enforce_eager": True, "disable_log_stats": False, **settings}
+        settings = {
+            "model": str(model),
+            "enforce_eager": True,
+            "disable_log_stats": False,
+            **settings,
+        }
         if connector is not None:
             settings["kv_transfer_config"] = transfer_config(connector)
         self.log = log
@@ -62,7 +80,9 @@ class LLMProcess:
     def _reply(self) -> Any:
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"vLLM ended, its log is {self.log}:\n{self.log.read_text()[-3000:]}")
+            raise RuntimeError(
+                f"vLLM ended, its log is {self.log}:\n{self.log.read_text()[-3000:]}"
+            )
         return json.loads(line)
 
     def call(self, name: str, **arguments: Any) -> Any:
@@ -92,7 +112,7 @@ class LLMProcess:
         self._folder.cleanup()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # In the process
 
 
@@ -123,7 +143,8 @@ class Commands:
         self.count = 0
 
     def generate(
-        self, prompts: list[list[int]], max_tokens: int, salts: list[str] | None = None, abort: list[int] = (),
+        self, prompts: list[list[int]], max_tokens: int, salts: list[str] | None = None,
+        abort: list[int] = (),
         steps: int = 3,
     ) -> list[dict[str, Any]]:  # fmt: skip
         """All prompts at once. abort: indices of requests that are ended after so many steps."""
@@ -133,7 +154,10 @@ class Commands:
         engine, ids, answers, stepped = self.llm.llm_engine, [], {}, 0
         for index, prompt in enumerate(prompts):
             self.count += 1
-            item = {"prompt_token_ids": prompt, **({"cache_salt": salts[index]} if salts and salts[index] else {})}
+            item = {
+                "prompt_token_ids": prompt,
+                **({"cache_salt": salts[index]} if salts and salts[index] else {}),
+            }
             ids.append(str(self.count))
             engine.add_request(ids[-1], item, params)
         while engine.has_unfinished_requests():
@@ -149,7 +173,9 @@ class Commands:
                 engine.abort_request([ids[index] for index in abort], internal=False)
         return [answers.get(request_id) for request_id in ids]
 
-    def generate_from_embeddings(self, prompt: list[int], scale: float, max_tokens: int) -> dict[str, Any]:
+    def generate_from_embeddings(
+        self, prompt: list[int], scale: float, max_tokens: int
+    ) -> dict[str, Any]:
         import torch
         from safetensors import safe_open
         from vllm import SamplingParams
@@ -175,7 +201,11 @@ class Commands:
         return self.llm.reset_prefix_cache(reset_connector=connector)
 
     def preemptions(self) -> int:
-        return sum(int(metric.value) for metric in self.llm.get_metrics() if metric.name == "vllm:num_preemptions")
+        return sum(
+            int(metric.value)
+            for metric in self.llm.get_metrics()
+            if metric.name == "vllm:num_preemptions"
+        )
 
 
 def main() -> None:

@@ -17,7 +17,14 @@ class RemoteServer:
     """remote_server.py in a process of its own."""
 
     def __init__(self, max_gib: float = 2):
-        command = [sys.executable, str(ROOT / "remote_server.py"), "127.0.0.1", "0", "--max-gib", str(max_gib)]
+        command = [
+            sys.executable,
+            str(ROOT / "remote_server.py"),
+            "127.0.0.1",
+            "0",
+            "--max-gib",
+            str(max_gib),
+        ]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         found = None
         while found is None:
@@ -39,8 +46,8 @@ class RemoteServer:
 
 
 class GetCutter:
-    """A proxy before a remote server. With cut_gets it answers as ever that a chunk is there, but a GET ends the
-    connection: the remote that dies between vLLM's lookup and its load."""
+    """A proxy before a remote server. With cut_gets it answers as ever that a chunk is there, but a
+    GET ends the connection: the remote that dies between vLLM's lookup and its load."""
 
     def __init__(self, port: int):
         self.target, self.cut_gets, self.cuts = port, False, 0

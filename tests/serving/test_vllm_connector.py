@@ -1,7 +1,9 @@
-"""The connector in a real vLLM on the CPU: right tokens, hits as expected, and what goes wrong is only slower.
+"""The connector in a real vLLM on the CPU: right tokens, hits as expected, and what goes wrong is
+only slower.
 
-Greedy tokens are compared. In float32 a warm run must give what a cold one gives. In bfloat16 another prefill shape
-rounds differently by itself, so there the measure is vLLM's own prefix cache, hit for as many tokens.
+Greedy tokens are compared. In float32 a warm run must give what a cold one gives. In bfloat16
+another prefill shape rounds differently by itself, so there the measure is vLLM's own prefix cache,
+hit for as many tokens.
 """
 
 import random
@@ -13,7 +15,12 @@ from llm_process import LLMProcess
 from remotes import GetCutter, RemoteServer
 
 BLOCK = 128  # vLLM's on a CPU, and our chunk
-F32 = {"dtype": "float32", "max_model_len": 4096, "kv_cache_memory_bytes": 1 << 30, "enable_prefix_caching": False}
+F32 = {
+    "dtype": "float32",
+    "max_model_len": 4096,
+    "kv_cache_memory_bytes": 1 << 30,
+    "enable_prefix_caching": False,
+}
 NEW_TOKENS = 24
 
 
@@ -21,7 +28,9 @@ def test_two_processes_and_a_remote_server_float32(
     model: Path, text: list[int], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     prompt = text[:1700]
-    even = text[2000 : 2000 + 5 * BLOCK]  # all of it is there in whole chunks: one token must be left to compute
+    even = text[
+        2000 : 2000 + 5 * BLOCK
+    ]  # all of it is there in whole chunks: one token must be left to compute
     with RemoteServer() as remote:
         connector = {"max_local_cpu_size": 1, "remote_url": remote.url}
         with LLMProcess(model, tmp_path / "first.log", connector, **F32) as first:
@@ -29,22 +38,31 @@ def test_two_processes_and_a_remote_server_float32(
             (again,) = first.generate([prompt], max_tokens=NEW_TOKENS)
             (cold_even,) = first.generate([even], max_tokens=NEW_TOKENS)
         with LLMProcess(model, tmp_path / "second.log", connector, **F32) as second:
-            second.generate([text[4000:4100]], max_tokens=2)  # the first request of a process is always slow
+            second.generate(
+                [text[4000:4100]], max_tokens=2
+            )  # the first request of a process is always slow
             (warm,) = second.generate([prompt], max_tokens=NEW_TOKENS)
             (warm_even,) = second.generate([even], max_tokens=NEW_TOKENS)
             (stats,) = second.stats()
-    assert (cold["cached"], again["cached"], warm["cached"]) == (0, 1700 // BLOCK * BLOCK, 1700 // BLOCK * BLOCK)
+    assert (cold["cached"], again["cached"], warm["cached"]) == (
+        0,
+        1700 // BLOCK * BLOCK,
+        1700 // BLOCK * BLOCK,
+    )
     assert (cold_even["cached"], warm_even["cached"]) == (0, 4 * BLOCK)
     assert cold["tokens"] == again["tokens"] == warm["tokens"] and len(warm["tokens"]) == NEW_TOKENS
     assert cold_even["tokens"] == warm_even["tokens"]
     assert stats["retrieved_tokens"] == warm["cached"] + warm_even["cached"] and stats["pins"] == 0
     assert warm["ttft"] < cold["ttft"] / 3 and again["ttft"] < cold["ttft"] / 3
     with capsys.disabled():
-        print(f"\n1,700 tokens in float32, time to first token: cold {cold['ttft']:.2f} s, from the worker's store "
-              f"{again['ttft']:.2f} s, from the remote server in another process {warm['ttft']:.2f} s")  # fmt: skip
+        print(f"\n1,700 tokens in float32, time to first token: cold {cold['ttft']:.2f} s, "
+              f"from the worker's store {again['ttft']:.2f} s, "
+              f"from the remote server in another process {warm['ttft']:.2f} s")  # fmt: skip
 
 
-def test_two_processes_and_a_remote_server_bfloat16(model: Path, text: list[int], tmp_path: Path) -> None:
+def test_two_processes_and_a_remote_server_bfloat16(
+    model: Path, text: list[int], tmp_path: Path
+) -> None:
     settings = {**F32, "dtype": "bfloat16"}
     prompts = [text[:700], text[3000:4200]]
     with RemoteServer() as remote:
@@ -59,11 +77,15 @@ def test_two_processes_and_a_remote_server_bfloat16(model: Path, text: list[int]
             warm = [second.generate([prompt], max_tokens=NEW_TOKENS)[0] for prompt in prompts]
     assert stats["retrieved_tokens"] == 0  # vLLM had it all itself
     assert [answer["cached"] for answer in cold] == [0, 0]
-    assert [answer["cached"] for answer in own] == [answer["cached"] for answer in warm] == [5 * BLOCK, 9 * BLOCK]
+    assert (
+        [answer["cached"] for answer in own]
+        == [answer["cached"] for answer in warm]
+        == [5 * BLOCK, 9 * BLOCK]
+    )
     assert [answer["tokens"] for answer in own] == [answer["tokens"] for answer in warm]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # One process, many questions: float32, 512 tokens a step, a remote server behind a proxy
 
 
@@ -75,7 +97,9 @@ def cutter(remote: RemoteServer) -> Iterator[GetCutter]:
 
 
 @pytest.fixture(scope="module")
-def llm(model: Path, cutter: GetCutter, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLMProcess]:
+def llm(
+    model: Path, cutter: GetCutter, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LLMProcess]:
     log = tmp_path_factory.mktemp("llm") / "llm.log"
     connector = {"max_local_cpu_size": 1.5, "remote_url": cutter.url}
     settings = {**F32, "max_num_batched_tokens": 512, "enable_prompt_embeds": True}
@@ -104,13 +128,20 @@ def test_what_was_generated_is_stored_too(llm: LLMProcess, text: list[int]) -> N
     turn = prompt + first["tokens"] + text[7000:7100]  # the next turn of a conversation
     (alone,) = llm.generate([turn], max_tokens=NEW_TOKENS, salts=["alone"])
     (second,) = llm.generate([turn], max_tokens=NEW_TOKENS)
-    assert (alone["cached"], second["cached"]) == (0, 5 * BLOCK) and alone["tokens"] == second["tokens"]
+    assert (alone["cached"], second["cached"]) == (0, 5 * BLOCK) and alone["tokens"] == second[
+        "tokens"
+    ]
 
 
 def test_eight_at_once_with_shared_prefixes(llm: LLMProcess, text: list[int]) -> None:
     heads = text[8000:8384], text[9000:9384]  # 3 chunks each
-    prompts = [heads[index % 2] + text[10_000 + 200 * index :][: 150 + 10 * index] for index in range(8)]
-    alone = [llm.generate([p], max_tokens=NEW_TOKENS, salts=[f"alone {i}"])[0] for i, p in enumerate(prompts)]
+    prompts = [
+        heads[index % 2] + text[10_000 + 200 * index :][: 150 + 10 * index] for index in range(8)
+    ]
+    alone = [
+        llm.generate([p], max_tokens=NEW_TOKENS, salts=[f"alone {i}"])[0]
+        for i, p in enumerate(prompts)
+    ]
     assert [answer["cached"] for answer in alone] == [0] * 8
     cold = llm.generate(prompts, max_tokens=NEW_TOKENS)
     warm = llm.generate(prompts, max_tokens=NEW_TOKENS)
@@ -122,12 +153,16 @@ def test_eight_at_once_with_shared_prefixes(llm: LLMProcess, text: list[int]) ->
 
 def test_cache_salt_is_part_of_the_key(llm: LLMProcess, text: list[int]) -> None:
     prompt = text[11_000:11_400]
-    cached = [llm.generate([prompt], max_tokens=2, salts=[salt])[0]["cached"] for salt in ("a", "a", "b", "", "", "b")]
+    cached = [
+        llm.generate([prompt], max_tokens=2, salts=[salt])[0]["cached"]
+        for salt in ("a", "a", "b", "", "", "b")
+    ]
     assert cached == [0, 3 * BLOCK, 0, 0, 3 * BLOCK, 3 * BLOCK]
 
 
 def test_embeddings_are_not_cached(llm: LLMProcess, text: list[int]) -> None:
-    # All prompts given as embeddings have the same token ids, zeros: cached by them, any would hit any other.
+    # All prompts given as embeddings have the same token ids, zeros: cached by them, any would hit
+    # any other.
     arguments = {"prompt": text[12_000:12_400], "max_tokens": 8}
     before = llm.stats()[0]["stored_tokens"]
     one = llm.call("generate_from_embeddings", scale=1.0, **arguments)
@@ -153,7 +188,9 @@ def test_reset_of_the_cache(llm: LLMProcess, text: list[int]) -> None:
     assert cached == [0, 3 * BLOCK, 0, 3 * BLOCK]  # the remote, too, is asked for other names
 
 
-def test_remote_dies_between_lookup_and_load(llm: LLMProcess, cutter: GetCutter, text: list[int]) -> None:
+def test_remote_dies_between_lookup_and_load(
+    llm: LLMProcess, cutter: GetCutter, text: list[int]
+) -> None:
     prompt = text[15_000:16_000]
     (cold,) = llm.generate([prompt], max_tokens=NEW_TOKENS)
     assert llm.call("flush")
@@ -162,30 +199,39 @@ def test_remote_dies_between_lookup_and_load(llm: LLMProcess, cutter: GetCutter,
     (failed,) = llm.generate([prompt], max_tokens=NEW_TOKENS)
     cutter.cut_gets = False
     assert cutter.cuts > 0 and failed["tokens"] == cold["tokens"]
-    (warm,) = llm.generate([prompt], max_tokens=NEW_TOKENS)  # nothing wrong was stored in the failed step
+    (warm,) = llm.generate(
+        [prompt], max_tokens=NEW_TOKENS
+    )  # nothing wrong was stored in the failed step
     assert (warm["cached"], warm["tokens"]) == (7 * BLOCK, cold["tokens"])
     assert llm.stats()[0]["pins"] == 0
 
 
-def test_remote_killed_in_the_middle(llm: LLMProcess, remote: RemoteServer, text: list[int]) -> None:
+def test_remote_killed_in_the_middle(
+    llm: LLMProcess, remote: RemoteServer, text: list[int]
+) -> None:
     prompts = [text[16_000:16_700], text[17_000:17_700]]
     cold = [llm.generate([prompt], max_tokens=NEW_TOKENS)[0] for prompt in prompts]
     remote.kill()
     here = llm.generate(prompts, max_tokens=NEW_TOKENS)  # the worker's own store has it
-    assert [answer["cached"] for answer in here] == [5 * BLOCK] * 2 and tokens_of(here) == tokens_of(cold)
+    assert [answer["cached"] for answer in here] == [5 * BLOCK] * 2 and tokens_of(
+        here
+    ) == tokens_of(cold)
     llm.call("clear")
     gone = llm.generate(prompts, max_tokens=NEW_TOKENS)
     assert [answer["cached"] for answer in gone] == [0, 0] and tokens_of(gone) == tokens_of(cold)
     back = llm.generate(prompts, max_tokens=NEW_TOKENS)
-    assert [answer["cached"] for answer in back] == [5 * BLOCK] * 2 and tokens_of(back) == tokens_of(cold)
+    assert [answer["cached"] for answer in back] == [5 * BLOCK] * 2 and tokens_of(
+        back
+    ) == tokens_of(cold)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Little room: in our store, and in vLLM's pages
 
 
 def test_store_past_its_budget_and_preemption(model: Path, text: list[int], tmp_path: Path) -> None:
-    """12 chunks in our store; 15 blocks of pages, for prompts that need 3 and grow to 5 each: vLLM preempts."""
+    """12 chunks in our store; 15 blocks of pages, for prompts that need 3 and grow to 5 each: vLLM
+    preempts."""
     chunk_bytes = 2 * 30 * BLOCK * 3 * 64 * 4  # K * L * T * H * D * float32
     settings = {**F32, "max_model_len": 1024, "num_gpu_blocks_override": 16}
     connector = {"max_local_cpu_size": 12 * chunk_bytes / 2**30}
@@ -202,7 +248,10 @@ def test_store_past_its_budget_and_preemption(model: Path, text: list[int], tmp_
         assert tokens_of(together) == [alone[index]["tokens"] for index in shuffled]
 
         growing = [prompt[:380] for prompt in prompts[:5]]
-        alone = [llm.generate([p], max_tokens=200, salts=[f"alone {i}"])[0] for i, p in enumerate(growing)]
+        alone = [
+            llm.generate([p], max_tokens=200, salts=[f"alone {i}"])[0]
+            for i, p in enumerate(growing)
+        ]
         together = llm.generate(growing, max_tokens=200)
         assert llm.call("preemptions") > 0
         assert tokens_of(together) == tokens_of(alone)
@@ -211,7 +260,8 @@ def test_store_past_its_budget_and_preemption(model: Path, text: list[int], tmp_
 
 
 def test_local_hit_that_ends_inside_a_chunk(model: Path, text: list[int], tmp_path: Path) -> None:
-    """Chunks of 3 blocks: vLLM's own cache has 4 blocks, we have 6; blocks 5 and 6 are ours to fill, 4 is not."""
+    """Chunks of 3 blocks: vLLM's own cache has 4 blocks, we have 6; blocks 5 and 6 are ours to
+    fill, 4 is not."""
     settings = {**F32, "enable_prefix_caching": True}
     connector = {"chunk_size": 3 * BLOCK, "max_local_cpu_size": 1}
     with LLMProcess(model, tmp_path / "inside.log", connector, **settings) as llm:
@@ -222,14 +272,18 @@ def test_local_hit_that_ends_inside_a_chunk(model: Path, text: list[int], tmp_pa
         (warm,) = llm.generate([prompt], max_tokens=NEW_TOKENS)
         (stats,) = llm.stats()
     assert warm["cached"] == 6 * BLOCK and warm["tokens"] == cold["tokens"]
-    assert stats["retrieved_tokens"] == 3 * BLOCK + 3 * BLOCK  # the short prompt's one chunk, and the second
+    assert (
+        stats["retrieved_tokens"] == 3 * BLOCK + 3 * BLOCK
+    )  # the short prompt's one chunk, and the second
 
 
 def test_tensor_parallel(model: Path, text: list[int], tmp_path: Path) -> None:
     """Two ranks, each with its shard of 2 of 4 KV heads, its store and its lookup server."""
     padded = model.with_name("smollm2-tp2")
     connector = {"max_local_cpu_size": 1}
-    with LLMProcess(padded, tmp_path / "tp.log", connector, bind="0|1", tensor_parallel_size=2, **F32) as llm:
+    with LLMProcess(
+        padded, tmp_path / "tp.log", connector, bind="0|1", tensor_parallel_size=2, **F32
+    ) as llm:
         prompt = text[:700]
         (cold,) = llm.generate([prompt], max_tokens=NEW_TOKENS)
         (warm,) = llm.generate([prompt], max_tokens=NEW_TOKENS)
@@ -238,6 +292,13 @@ def test_tensor_parallel(model: Path, text: list[int], tmp_path: Path) -> None:
         (missed,) = llm.generate([prompt], max_tokens=NEW_TOKENS)
         (again,) = llm.generate([prompt], max_tokens=NEW_TOKENS)
         pins = [rank["pins"] for rank in llm.stats()]
-    assert [answer["cached"] for answer in (cold, warm, missed, again)] == [0, 5 * BLOCK, 0, 5 * BLOCK]
+    assert [answer["cached"] for answer in (cold, warm, missed, again)] == [
+        0,
+        5 * BLOCK,
+        0,
+        5 * BLOCK,
+    ]
     assert cold["tokens"] == warm["tokens"] == missed["tokens"] == again["tokens"]
-    assert [rank["bytes_used"] for rank in shards] == [5 * 2 * 30 * BLOCK * 2 * 64 * 4] * 2 and pins == [0, 0]
+    assert [rank["bytes_used"] for rank in shards] == [
+        5 * 2 * 30 * BLOCK * 2 * 64 * 4
+    ] * 2 and pins == [0, 0]

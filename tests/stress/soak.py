@@ -1,8 +1,9 @@
-"""The long runs: many clients, evictions, faults, churn, every byte checked. `make soak`; a failure is exit status 1.
+"""The long runs: many clients, evictions, faults, churn, every byte checked. `make soak`; a failure
+is exit status 1.
 
-    $ python tests/stress/soak.py                                      # some 17 minutes: 60 s each, churn 10 minutes
-    $ python tests/stress/soak.py --seconds 5 --churn-seconds 20       # shorter
-    $ python tests/stress/soak.py --only mixed_clients --seconds 300   # one of them
+    $ python tests/stress/soak.py    # some 17 minutes: 60 s each, churn 10 minutes
+    $ python tests/stress/soak.py --seconds 5 --churn-seconds 20        # shorter
+    $ python tests/stress/soak.py --only mixed_clients --seconds 300    # one of them
 
 test_soak_short.py runs each for a few seconds.
 """
@@ -54,7 +55,8 @@ Worker = Callable[[Counter, Going], None]  # counts what it does
 
 
 def work(workers: list[Worker], seconds: float) -> Counter:
-    """Each worker in a thread of its own until the time is over or one has failed. The sum of what they counted."""
+    """Each worker in a thread of its own until the time is over or one has failed. The sum of what
+    they counted."""
     end, failures, figures = time.monotonic() + seconds, [], [Counter() for _ in workers]
 
     def going() -> bool:
@@ -66,7 +68,9 @@ def work(workers: list[Worker], seconds: float) -> Counter:
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=run, args=pair) for pair in zip(workers, figures, strict=True)]
+    threads = [
+        threading.Thread(target=run, args=pair) for pair in zip(workers, figures, strict=True)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -76,7 +80,7 @@ def work(workers: list[Worker], seconds: float) -> Counter:
     return sum(figures, Counter())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Payloads that prove themselves: the digest of the key and the rest, then the rest
 
 
@@ -88,7 +92,9 @@ def make_payload(key: str, size: int, start: bytes = b"") -> bytes:
 def check_payload(key: str, data: bytes | bytearray, count: Counter) -> memoryview:
     """Its body; an AssertionError where one byte is another's."""
     view = memoryview(data)
-    assert hashlib.sha256(key.encode() + view[32:]).digest() == view[:32], f"{key}: {len(data)} wrong bytes"
+    assert hashlib.sha256(key.encode() + view[32:]).digest() == view[:32], (
+        f"{key}: {len(data)} wrong bytes"
+    )
     count["bytes checked"] += len(data)
     return view[32:]
 
@@ -97,12 +103,13 @@ def url_of(server: ServerProcess) -> str:
     return f"lm://127.0.0.1:{server.port}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The remote server
 
 
 def mixed_clients(seconds: float, clients: int = 32) -> Counter:
-    """All commands and faults from many clients. The budget holds it all: no client's own keys are ever lost."""
+    """All commands and faults from many clients. The budget holds it all: no client's own keys are
+    ever lost."""
     kept: dict[str, bytes] = {}  # key -> the value that the server has acknowledged
 
     def client_worker(number: int) -> Worker:
@@ -110,10 +117,18 @@ def mixed_clients(seconds: float, clients: int = 32) -> Counter:
         dice = random.Random(number)
 
         def fault(port: int, key: str) -> None:
-            """Half a PUT over a key that is there, a negative length, an unknown command, noise; then it leaves."""
+            """Half a PUT over a key that is there, a negative length, an unknown command, noise;
+            then it leaves."""
             half = request(ClientCommand.PUT, key, 50_000) + bytes(dice.randrange(50_000))
-            broken = [half[: dice.randrange(1, len(half))], request(ClientCommand.PUT, key, -5), request(77, key)]
-            broken += [request(ClientCommand.PUT, key, 2**31 - 1) + b"x" * 99, dice.randbytes(dice.randrange(400))]
+            broken = [
+                half[: dice.randrange(1, len(half))],
+                request(ClientCommand.PUT, key, -5),
+                request(77, key),
+            ]
+            broken += [
+                request(ClientCommand.PUT, key, 2**31 - 1) + b"x" * 99,
+                dice.randbytes(dice.randrange(400)),
+            ]
             with connected(port) as sock, contextlib.suppress(ConnectionError):
                 sock.sendall(dice.choice(broken))
 
@@ -164,7 +179,8 @@ def mixed_clients(seconds: float, clients: int = 32) -> Counter:
 
 
 def one_key(seconds: float) -> Counter:
-    """Two writers and a reader on one key: each read is wholly one version, and no writer's versions go backwards."""
+    """Two writers and a reader on one key: each read is wholly one version, and no writer's
+    versions go backwards."""
 
     def writer(number: int) -> Worker:
         def worker(count: Counter, going: Going) -> None:
@@ -181,7 +197,9 @@ def one_key(seconds: float) -> Counter:
         with client_of(server) as client:
             while going():
                 if found := client.get("key"):
-                    number, version = struct.unpack_from("<BI", check_payload("key", found[1], count))
+                    number, version = struct.unpack_from(
+                        "<BI", check_payload("key", found[1], count)
+                    )
                     assert version >= last[number], "an old version came back"
                     last[number] = version
                     count["reads"] += 1
@@ -217,7 +235,9 @@ def sigterm(seconds: float) -> Counter:
         assert wait_for(lambda: "INFO stopped" in server.log, 2.0)
         count["ms to stop"] = int(1000 * (time.monotonic() - began))
         assert server.process.wait(10) == 0 and "Traceback" not in server.log
-        count["ms to exit"] = int(1000 * (time.monotonic() - began))  # torch takes its time to unload
+        count["ms to exit"] = int(
+            1000 * (time.monotonic() - began)
+        )  # torch takes its time to unload
 
     with ServerProcess() as server:
         total = work([worker] * 8 + [stopper], 120)
@@ -227,10 +247,15 @@ def sigterm(seconds: float) -> Counter:
     return total
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Engines: prompts that share prefixes, KV that follows from the prefix, a range of slots for each thread
+# --------------------------------------------------------------------------------------------------
+# Engines: prompts that share prefixes, KV that follows from the prefix, a range of slots for each
+# thread
 
-PROMPTS = [[group] * CHUNK * 2 + [100 * group + member] * CHUNK * 2 for group in range(8) for member in range(5)]
+PROMPTS = [
+    [group] * CHUNK * 2 + [100 * group + member] * CHUNK * 2
+    for group in range(8)
+    for member in range(5)
+]
 DISTINCT_CHUNKS = 8 * 2 + 8 * 5 * 2
 TOKENS = 4 * CHUNK  # in each prompt
 
@@ -242,11 +267,14 @@ def prefix_kv(prefix: tuple[int, ...]) -> torch.Tensor:
 
 
 def prompt_kv(prompt: list[int]) -> torch.Tensor:
-    return torch.cat([prefix_kv(tuple(prompt[:end])) for end in range(CHUNK, len(prompt) + 1, CHUNK)], dim=1)
+    return torch.cat(
+        [prefix_kv(tuple(prompt[:end])) for end in range(CHUNK, len(prompt) + 1, CHUNK)], dim=1
+    )
 
 
 def use_engine(engine: LMCacheEngine, number: int, slowest_sec: float = 10.0) -> Worker:
-    """Stores, looks up, pins and retrieves through two slot ranges of its own; what comes back is what was stored."""
+    """Stores, looks up, pins and retrieves through two slot ranges of its own; what comes back is
+    what was stored."""
     dice, source, target = random.Random(number), [*range(number * 32, number * 32 + TOKENS)], []
     target = [slot + TOKENS for slot in source]
 
@@ -289,7 +317,10 @@ def check_at_rest(engine: LMCacheEngine) -> None:
     held = list(engine.chunks._chunks.values())
     assert not [chunk for chunk in held if chunk.refs], "a use that nobody gives back"
     stats = engine.stats()
-    assert stats["bytes_used"] == len(held) * CHUNK_BYTES <= stats["max_bytes"] and stats["faults"] == 0
+    assert (
+        stats["bytes_used"] == len(held) * CHUNK_BYTES <= stats["max_bytes"]
+        and stats["faults"] == 0
+    )
 
 
 def check_all_at_remote(url: str) -> int:
@@ -297,8 +328,13 @@ def check_all_at_remote(url: str) -> int:
     count: Counter = Counter()
     with RemoteClient(url, 30.0) as remote, new_engine(256, remote) as other:
         for prompt in PROMPTS:
-            assert int(other.retrieve(prompt, slot_mapping=[*range(TOKENS)]).sum()) == TOKENS, "a prompt is lost"
-            assert all(torch.equal(layer.flatten(1, 2)[:, :TOKENS], prompt_kv(prompt)) for layer in other.pages)
+            assert int(other.retrieve(prompt, slot_mapping=[*range(TOKENS)]).sum()) == TOKENS, (
+                "a prompt is lost"
+            )
+            assert all(
+                torch.equal(layer.flatten(1, 2)[:, :TOKENS], prompt_kv(prompt))
+                for layer in other.pages
+            )
             count["bytes"] += TOKENS * CHUNK_BYTES // CHUNK
         assert other.stats()["remote_errors"] == 0
     return count["bytes"]
@@ -312,7 +348,8 @@ def store_all(engine: LMCacheEngine) -> None:
 
 
 def shared_engine(seconds: float, threads: int = 6) -> Counter:
-    """Store, retrieve and lookup from several threads on one engine; its remote has all of it at the end."""
+    """Store, retrieve and lookup from several threads on one engine; its remote has all of it at
+    the end."""
     with running_server() as server, client_of(server) as remote, new_engine(256, remote) as engine:
         total = work([use_engine(engine, number) for number in range(threads)], seconds)
         store_all(engine)  # what chance has left out
@@ -324,7 +361,8 @@ def shared_engine(seconds: float, threads: int = 6) -> Counter:
 
 
 def eviction(seconds: float) -> Counter:
-    """Engine and remote both hold half of what is used: eviction against GET, retrieve and lookup, all at once."""
+    """Engine and remote both hold half of what is used: eviction against GET, retrieve and lookup,
+    all at once."""
 
     def getter(number: int) -> Worker:
         def worker(count: Counter, going: Going) -> None:
@@ -347,10 +385,17 @@ def eviction(seconds: float) -> Counter:
                 count["operations"] += 1
 
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(running_server(max_bytes=DISTINCT_CHUNKS * CHUNK_BYTES // 2 + 40 * 1000))
-        engine = stack.enter_context(new_engine(DISTINCT_CHUNKS // 2, stack.enter_context(client_of(server))))
+        server = stack.enter_context(
+            running_server(max_bytes=DISTINCT_CHUNKS * CHUNK_BYTES // 2 + 40 * 1000)
+        )
+        engine = stack.enter_context(
+            new_engine(DISTINCT_CHUNKS // 2, stack.enter_context(client_of(server)))
+        )
         stack.enter_context(LMCacheLookupServer(engine, metadata()))
-        total = work([use_engine(engine, number) for number in range(5)] + [getter(0), getter(1), asker], seconds)
+        total = work(
+            [use_engine(engine, number) for number in range(5)] + [getter(0), getter(1), asker],
+            seconds,
+        )
         engine.lookup_unpin("asker")
         check_at_rest(engine)
         total["evictions"] = engine.stats()["evictions"] + server.stats()["evictions"]
@@ -368,7 +413,9 @@ def shared_lookup_client(seconds: float, threads: int = 8) -> Counter:
             if held:
                 engine.store(prompt[:held], slot_mapping=[*range(held)])
             while going():
-                assert client.lookup(prompt, f"{number}") == held == client.lookup_cache(f"{number}")
+                assert (
+                    client.lookup(prompt, f"{number}") == held == client.lookup_cache(f"{number}")
+                )
                 engine.lookup_unpin(f"{number}")
                 count["operations"] += 1
 
@@ -386,7 +433,8 @@ def shared_lookup_client(seconds: float, threads: int = 8) -> Counter:
 
 
 def remote_killed(seconds: float, threads: int = 4) -> Counter:
-    """SIGKILL and restart of the remote under an engine at work: misses, no wrong byte, nobody waits; then it heals."""
+    """SIGKILL and restart of the remote under an engine at work: misses, no wrong byte, nobody
+    waits; then it heals."""
     servers = [ServerProcess()]
     port = servers[0].port
 
@@ -400,11 +448,18 @@ def remote_killed(seconds: float, threads: int = 4) -> Counter:
             count["faults injected"] += 1
 
     try:
-        with RemoteClient(f"lm://127.0.0.1:{port}", 2.0) as remote, new_engine(DISTINCT_CHUNKS // 2, remote) as engine:
-            total = work([use_engine(engine, number) for number in range(threads)] + [killer], seconds)
+        with (
+            RemoteClient(f"lm://127.0.0.1:{port}", 2.0) as remote,
+            new_engine(DISTINCT_CHUNKS // 2, remote) as engine,
+        ):
+            total = work(
+                [use_engine(engine, number) for number in range(threads)] + [killer], seconds
+            )
             total["remote errors, counted"] = engine.stats()["remote_errors"]
             assert wait_for(engine.flush, 10), "it does not come back"
-            for first in range(0, len(PROMPTS), 4):  # a few at a time: they wait for the remote in the engine's memory
+            for first in range(
+                0, len(PROMPTS), 4
+            ):  # a few at a time: they wait for the remote in the engine's memory
                 engine.clear()
                 for prompt in PROMPTS[first : first + 4]:
                     for layer in engine.pages:
@@ -419,12 +474,13 @@ def remote_killed(seconds: float, threads: int = 4) -> Counter:
     return total
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Memory
 
 
 def churn(seconds: float, allowed_mib: float = 16.0) -> Counter:
-    """Keys and prompts that never come again, twice the capacity and more: memory is where it was after a tenth."""
+    """Keys and prompts that never come again, twice the capacity and more: memory is where it was
+    after a tenth."""
     budget, size = 32 << 20, 100_000
     numbers = iter(range(2**62))
 
@@ -443,16 +499,25 @@ def churn(seconds: float, allowed_mib: float = 16.0) -> Counter:
             prompt = [number] * TOKENS
             engine.store(prompt, slot_mapping=[*range(TOKENS)])
             hits = engine.lookup(prompt, lookup_id=f"{number}", pin=True)
-            assert hits == TOKENS == int(engine.retrieve(prompt, slot_mapping=[*range(64, 64 + TOKENS)]).sum())
+            assert (
+                hits
+                == TOKENS
+                == int(engine.retrieve(prompt, slot_mapping=[*range(64, 64 + TOKENS)]).sum())
+            )
             engine.lookup_unpin(f"{number}")
             assert all(torch.equal(layer[:, 16:20], layer[:, :4]) for layer in engine.pages)
             count["bytes checked"] += 4 * CHUNK_BYTES
             count["operations"] += 1
-            time.sleep(0.001)  # leaves the others a turn: this one runs on this process's interpreter alone
+            time.sleep(
+                0.001
+            )  # leaves the others a turn: this one runs on this process's interpreter alone
 
     def memory() -> list[float]:
         """MiB resident: the server's, and ours with the engine's and the clients'."""
-        return [psutil.Process(pid).memory_info().rss / 2**20 for pid in (server.process.pid, os.getpid())]
+        return [
+            psutil.Process(pid).memory_info().rss / 2**20
+            for pid in (server.process.pid, os.getpid())
+        ]
 
     with ServerProcess("--max-gib", str(budget / 2**30)) as server, new_engine(512) as engine:
         workers = [putter] * 3 + [prompter]
@@ -464,7 +529,9 @@ def churn(seconds: float, allowed_mib: float = 16.0) -> Counter:
                 int(before * 1024),
                 int(after * 1024),
             )
-            assert after - before < allowed_mib, f"the {name} grew from {before:.1f} to {after:.1f} MiB"
+            assert after - before < allowed_mib, (
+                f"the {name} grew from {before:.1f} to {after:.1f} MiB"
+            )
         with RemoteClient(url_of(server)) as client:
             stats = client.stats()
         assert stats["bytes_used"] <= budget
@@ -472,15 +539,28 @@ def churn(seconds: float, allowed_mib: float = 16.0) -> Counter:
     return total
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
-RUNS = [mixed_clients, one_key, eviction, shared_lookup_client, shared_engine, remote_killed, sigterm, churn]
+RUNS = [
+    mixed_clients,
+    one_key,
+    eviction,
+    shared_lookup_client,
+    shared_engine,
+    remote_killed,
+    sigterm,
+    churn,
+]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="The long runs; exit status 1 where one failed.")
-    parser.add_argument("--seconds", type=float, default=60.0, help="for each run (default %(default)s)")
-    parser.add_argument("--churn-seconds", type=float, default=600.0, help="for churn (default %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="for each run (default %(default)s)"
+    )
+    parser.add_argument(
+        "--churn-seconds", type=float, default=600.0, help="for churn (default %(default)s)"
+    )
     parser.add_argument("--only", choices=[run.__name__ for run in RUNS], help="one run alone")
     args = parser.parse_args()
     logging.disable(logging.WARNING)  # the faults are ours
@@ -497,7 +577,9 @@ def main() -> int:
                 print(f"FAILED: {error!r}", flush=True)
                 failed.append(run.__name__)
                 continue
-            total += Counter({name: figures[name] for name in ("operations", "faults injected", "bytes checked")})
+            total += Counter(
+                {name: figures[name] for name in ("operations", "faults injected", "bytes checked")}
+            )
             print("  ".join(f"{name} {value:,}" for name, value in figures.items()), flush=True)
     print(f"{'all':22}" + "  ".join(f"{name} {value:,}" for name, value in total.items()))
     print(f"FAILED: {', '.join(failed)}" if failed else "nothing lost, no wrong byte, nobody stuck")

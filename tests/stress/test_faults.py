@@ -1,4 +1,5 @@
-"""Faults from outside: servers killed, silent or out of files, full disks: nobody hangs, no wrong byte is served."""
+"""Faults from outside: servers killed, silent or out of files, full disks: nobody hangs, no wrong
+byte is served."""
 
 import contextlib
 import resource
@@ -58,7 +59,8 @@ def test_sigterm_with_idle_clients():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_under_load(number):
-    """4 clients put and get, one has sent half a put: exit 0 within 2 s, and clients get errors and no wrong byte."""
+    """4 clients put and get, one has sent half a put: exit 0 within 2 s, and clients get errors and
+    no wrong byte."""
     with ServerProcess() as server, connected(server.port) as half, ThreadPoolExecutor(4) as pool:
         half.sendall(request(PUT, KEY, 1000) + bytes(500))
         began = threading.Barrier(5)
@@ -82,7 +84,8 @@ def test_a_signal_under_load(number):
 
 
 def test_sigkill_and_restart():
-    """LM#3565, LM#5149: it is back within a second of listening; the first GET misses, the last equals."""
+    """LM#3565, LM#5149: it is back within a second of listening; the first GET misses, the last
+    equals."""
     with ServerProcess() as server, client_at(server.port) as client:
         client.put(KEY, b"before")
         client.flush()
@@ -105,14 +108,16 @@ def grows(engine, counter):
 
 
 def test_a_remote_killed_and_restarted_under_stores_lookups_and_retrieves():
-    """One engine stores, two look up and retrieve; whatever comes back is right, a dead remote is a miss, and later
-    the remote is used again. The counters say so."""
+    """One engine stores, two look up and retrieve; whatever comes back is right, a dead remote is a
+    miss, and later the remote is used again. The counters say so."""
     pages = [torch.randn(2, 64, 4, 2, 4) for _ in range(2)]
     wanted, stop = kv(pages, range(16)), threading.Event()
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(ServerProcess())
         clients = [stack.enter_context(client_at(server.port, timeout_sec=1.0)) for _ in range(3)]
-        writer, *readers = [stack.enter_context(new_engine(12, remote=client)) for client in clients]
+        writer, *readers = [
+            stack.enter_context(new_engine(12, remote=client)) for client in clients
+        ]
         writer.register_kv_caches(pages, "2BNHD")
 
         def write():
@@ -131,14 +136,19 @@ def test_a_remote_killed_and_restarted_under_stores_lookups_and_retrieves():
                 longest = max(longest, time.monotonic() - began)
                 count = int(written.sum())
                 assert hits in (0, 4, 8, 12, 16) and written[:count].all()
-                assert torch.equal(kv(engine.pages, range_of(64, 16))[:, :, :count], wanted[:, :, :count])
+                assert torch.equal(
+                    kv(engine.pages, range_of(64, 16))[:, :, :count], wanted[:, :, :count]
+                )
                 engine.lookup_unpin("id")
                 engine.chunks.clear()
                 came += count
             return longest, came
 
         pool = stack.enter_context(ThreadPoolExecutor(3))
-        futures = [pool.submit(write), *(pool.submit(look_up_and_retrieve, engine) for engine in readers)]
+        futures = [
+            pool.submit(write),
+            *(pool.submit(look_up_and_retrieve, engine) for engine in readers),
+        ]
         try:
             for _ in range(2):
                 assert all(grows(engine, "retrieved_tokens") for engine in readers)
@@ -153,7 +163,9 @@ def test_a_remote_killed_and_restarted_under_stores_lookups_and_retrieves():
             assert longest < 5.0 and came > 0
         assert writer.stats()["faults"] == 0 and writer.stats()["remote_errors"] > 0
         for engine in (writer, *readers):
-            assert wait_for(lambda: engine.stats()["bytes_used"] == engine.stats()["chunks"] * CHUNK_BYTES)
+            assert wait_for(
+                lambda: engine.stats()["bytes_used"] == engine.stats()["chunks"] * CHUNK_BYTES
+            )
 
 
 # -- a remote that does not answer
@@ -164,27 +176,48 @@ def test_a_remote_killed_and_restarted_under_stores_lookups_and_retrieves():
     ids=["accepts and never answers", "half a header", "half a payload"],
 )  # fmt: skip
 def test_a_remote_that_does_not_answer(reply, caplog):
-    """A miss within the client's timeout, then it is left alone for a second; what is here is served all the while."""
-    with silent_server(reply) as port, client_at(port, timeout_sec=0.3) as client, new_engine(remote=client) as engine:
+    """A miss within the client's timeout, then it is left alone for a second; what is here is
+    served all the while."""
+    with (
+        silent_server(reply) as port,
+        client_at(port, timeout_sec=0.3) as client,
+        new_engine(remote=client) as engine,
+    ):
         began = time.monotonic()
         assert int(engine.retrieve(PROMPT, slot_mapping=range_of(0, 16)).sum()) == 0
         assert time.monotonic() - began < 1.0
         began = time.monotonic()
         assert engine.lookup(PROMPT) == 0
         assert put_prompt(engine, PROMPT) == 16
-        assert engine.lookup(PROMPT) == int(engine.retrieve(PROMPT, slot_mapping=range_of(64, 16)).sum()) == 16
+        assert (
+            engine.lookup(PROMPT)
+            == int(engine.retrieve(PROMPT, slot_mapping=range_of(64, 16)).sum())
+            == 16
+        )
         assert time.monotonic() - began < 0.5
         assert wait_for(lambda: engine.stats()["remote_dropped"] == 4)
         stats = engine.stats()
-        assert stats["remote_errors"] == 1 and stats["remote_skipped"] >= 1 and "remote failed" in caplog.text
+        assert (
+            stats["remote_errors"] == 1
+            and stats["remote_skipped"] >= 1
+            and "remote failed" in caplog.text
+        )
         assert stats["bytes_used"] == stats["chunks"] * CHUNK_BYTES
 
 
 def test_a_scheduler_over_a_worker_whose_remote_hangs(ipc_folder):
-    """The lookup client's own deadline holds; and its next lookup is answered by what the worker has."""
-    with silent_server() as port, client_at(port, timeout_sec=0.6) as remote, new_engine(remote=remote) as engine:
+    """The lookup client's own deadline holds; and its next lookup is answered by what the worker
+    has."""
+    with (
+        silent_server() as port,
+        client_at(port, timeout_sec=0.6) as remote,
+        new_engine(remote=remote) as engine,
+    ):
         config = LMCacheEngineConfig(chunk_size=4, lookup_timeout_ms=200)
-        with LMCacheLookupServer(engine, metadata()), LMCacheLookupClient(config, metadata()) as client:
+        with (
+            LMCacheLookupServer(engine, metadata()),
+            LMCacheLookupClient(config, metadata()) as client,
+        ):
             began = time.monotonic()
             assert client.lookup(PROMPT, "id") == 0 and time.monotonic() - began < 0.5
             assert wait_for(lambda: engine.stats()["remote_errors"] == 1)
@@ -194,7 +227,11 @@ def test_a_scheduler_over_a_worker_whose_remote_hangs(ipc_folder):
 
 def test_closing_an_engine_whose_remote_hangs():
     """close() waits no longer than it is told; what was not sent is counted."""
-    with silent_server() as port, client_at(port, timeout_sec=20) as remote, new_engine(remote=remote) as engine:
+    with (
+        silent_server() as port,
+        client_at(port, timeout_sec=20) as remote,
+        new_engine(remote=remote) as engine,
+    ):
         put_prompt(engine, PROMPT)
         threading.Timer(0.5, remote.close).start()
         began = time.monotonic()
@@ -207,7 +244,8 @@ def test_closing_an_engine_whose_remote_hangs():
 
 
 def test_file_descriptors_exhausted():
-    """The server refuses with a log line, serves those it has, and takes new ones as soon as it can."""
+    """The server refuses with a log line, serves those it has, and takes new ones as soon as it
+    can."""
     limit = 40
 
     def lower():
@@ -222,7 +260,9 @@ def test_file_descriptors_exhausted():
                     sock.sendall(request(HEALTH))
             answers = [read(sock, 36) for sock in many]
             assert answers.count(b"") >= 5 and answers.count(FOUND) >= 5
-            assert first.get(KEY)[1] == b"x" and first.stats()["refused_clients"] == answers.count(b"")
+            assert first.get(KEY)[1] == b"x" and first.stats()["refused_clients"] == answers.count(
+                b""
+            )
         assert wait_for(lambda: first.stats()["clients"] == 1)
         with client_at(server.port) as late:
             assert late.get(KEY)[1] == b"x"
@@ -232,14 +272,24 @@ def test_file_descriptors_exhausted():
 
 def test_no_descriptors_for_a_lookup_or_an_offload(ipc_folder, monkeypatch):
     """0 and False, with a warning; afterwards all is well."""
-    with new_engine() as engine, LMCacheLookupServer(engine, metadata()), ZMQOffloadServer(engine, 0):
+    with (
+        new_engine() as engine,
+        LMCacheLookupServer(engine, metadata()),
+        ZMQOffloadServer(engine, 0),
+    ):
         put_prompt(engine, PROMPT)
         config = LMCacheEngineConfig(chunk_size=4, lookup_timeout_ms=300)
-        with LMCacheLookupClient(config, metadata()) as client, ZMQOffloadClient("toy", 0, 300) as offloader:
+        with (
+            LMCacheLookupClient(config, metadata()) as client,
+            ZMQOffloadClient("toy", 0, 300) as offloader,
+        ):
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
             try:
-                found, stored = client.lookup(PROMPT, "id"), offloader.offload([1], range_of(0, 4), [4])
+                found, stored = (
+                    client.lookup(PROMPT, "id"),
+                    offloader.offload([1], range_of(0, 4), [4]),
+                )
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             assert (found, stored) == (0, False)
@@ -275,8 +325,8 @@ def test_a_full_disk_under_the_socket_file(Server, tmp_path, monkeypatch):
 
 
 def test_mixed_work_of_many_clients():
-    """16 clients put, get, overwrite, look and leave in the middle, at twice the budget; every payload is one of its
-    key's, and the memory is accounted for at the end."""
+    """16 clients put, get, overwrite, look and leave in the middle, at twice the budget; every
+    payload is one of its key's, and the memory is accounted for at the end."""
     began, size = time.monotonic(), 20_000
     with running_server(max_bytes=40 * size) as server:
 
@@ -294,19 +344,29 @@ def test_mixed_work_of_many_clients():
                             checked += 1
                         elif act == 7:
                             client.exists_many([f"{other}" for other in range(80)])
-                    client._sock.sendall(request(PUT, f"{number}", size) + bytes(seed % size))  # and leave
+                    client._sock.sendall(
+                        request(PUT, f"{number}", size) + bytes(seed % size)
+                    )  # and leave
             return checked
 
         with ThreadPoolExecutor(16) as pool:
             assert sum(pool.map(work, range(1, 17))) > 100
         assert wait_for(lambda: server.stats()["clients"] == 0)
         stats = server.stats()
-        assert stats["bytes_used"] == sum(-(-c.nbytes // 64) * 64 for c in server.store._chunks.values()) <= 40 * size
-        assert all(chunk.refs == 0 for chunk in server.store._chunks.values()) and stats["evictions"] > 0
+        assert (
+            stats["bytes_used"]
+            == sum(-(-c.nbytes // 64) * 64 for c in server.store._chunks.values())
+            <= 40 * size
+        )
+        assert (
+            all(chunk.refs == 0 for chunk in server.store._chunks.values())
+            and stats["evictions"] > 0
+        )
 
 
 def test_memory_after_churn_is_where_it_was():
-    """Short: at twice the capacity, the process grows by less than a chunk's worth between two rounds."""
+    """Short: at twice the capacity, the process grows by less than a chunk's worth between two
+    rounds."""
     with running_server(max_bytes=4 << 20) as server, client_of(server) as client:
 
         def churn():
