@@ -1,12 +1,11 @@
-"""remote_server.py - a TCP cache server that keeps KV chunks for any number of engines, and its client.
+"""remote_server.py - a TCP cache server that keeps KV chunks for any number of engines, its client,
+and what an engine keeps of a remote below its own store.
 
-It speaks the protocol of LMCache 0.3.14 (v1/server, v1/protocol.py, `lm://host:port`), so either end can be LMCache's.
+It speaks LMCache 0.3.14's protocol (v1/server, v1/protocol.py); either end can be LMCache's.
 
-    $ python remote_server.py 0.0.0.0 8080 cuda --max-gib 20    # serve; chunks live on `cpu`, `cuda` or `cuda:N`
-    $ python remote_server.py --stats 127.0.0.1 8080            # ask it; exit status 0 if it is well
-    $ python remote_server.py --demo                            # a server and a client, put, get, evict
-
-One thread a connection, one persistent connection a client, one request after another (they may be pipelined):
+    $ python remote_server.py 0.0.0.0 8080 cuda --max-gib 20    # chunks on cpu, cuda or cuda:N
+    $ python remote_server.py --stats 127.0.0.1 8080            # exit status 0 if it is well
+    $ python remote_server.py --demo                            # put, get, evict
 
     client                                   server
     header 186 bytes, PUT + payload    ->    (no reply)
@@ -14,35 +13,53 @@ One thread a connection, one persistent connection a client, one request after a
     header 186 bytes, EXIST or HEALTH  ->    header 36 bytes
     header 186 bytes, LIST or STATS    ->    header 36 bytes + newline-joined keys, or JSON
 
-Not here: replication, persistence, the chunk store itself (engine.ChunkStore: memory, LRU, the budget).
+| thread | socket | what wakes it |
+|---|---|---|
+| run()'s | the listener | a client; close() |
+| one a client, in the server | its connection | a request; close(); its place is needed |
+| that calls a RemoteClient | a connection of its own | the reply; close() |
+| remote-writer, remote-asker | a connection each | the outbox; a question, time to try again |
+
+Not here: replication, persistence, the chunk store itself (engine.ChunkStore).
 """
 
 import argparse
-import contextlib
 import json
 import logging
 import os
+import queue
 import re
+import select
 import signal
 import socket
 import ssl
 import struct
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from itertools import takewhile
+from math import inf
+from pathlib import Path
+from time import monotonic, sleep
 from urllib.parse import urlsplit
 
 import torch
 
-from engine import DTYPE_TO_INT, MAX_KEY_BYTES, CacheEngineKey, ChunkStore, MemoryFormat, RareLog, RemoteMeta, bytes_of
+from engine import ChunkStore
+from lookup import (
+    DTYPE_TO_INT, MAX_KEY_BYTES, POLICIES, CacheEngineKey, Closing, LMCacheEngineConfig,
+    MemoryFormat, PerThread, RareLog, RemoteMeta, Service, bytes_of,
+)  # fmt: skip
 
 logger = logging.getLogger("lmcache.remote_server")
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The protocol: two fixed headers, little-endian, no padding
 
 
@@ -52,7 +69,9 @@ class ClientCommand(IntEnum):
     EXIST = 3
     LIST = 4
     HEALTH = 5
-    STATS = 100  # ours alone; LMCache's server does not know it
+    STATS = 100  # from here on ours alone; LMCache's server does not know them
+    CLEAR = 101
+    DELETE = 102
 
 
 class ServerReturnCode(IntEnum):
@@ -60,25 +79,32 @@ class ServerReturnCode(IntEnum):
     FAIL = 400
 
 
-REQUEST = struct.Struct(f"<9i{MAX_KEY_BYTES}s")  # command, length, fmt, dtype, location, s0..s3, key: 9 * 4 + 150 = 186
-REPLY = struct.Struct("<9i")  # code, length, fmt, dtype, s0..s3, location: 36. The location is last here, and 5th there
-
-Shape = tuple[int, ...]  # exactly 4 ints, 0 where the KV has fewer axes
+REQUEST = struct.Struct(f"<9i{MAX_KEY_BYTES}s")  # 9 * 4 + 150 = 186, see ClientMetaMessage
+REPLY = struct.Struct("<9i")  # 36. The location is last here, and 5th in a request
 
 
-def _check_shape(shape: Shape) -> None:
+def raw_key(key):
+    key = key.to_string() if isinstance(key, CacheEngineKey) else key
+    return key.encode() if isinstance(key, str) else key
+
+
+def _check_shape(shape):
     if len(shape) != 4:
         raise ValueError(f"shape {[*shape]} must have 4 axes; fill up with 0")
 
 
 @dataclass
 class ClientMetaMessage:
-    """A request header (LMCache protocol.py). fmt, dtype and location are the protocol's integers, passed as they are.
+    """A request header (LMCache protocol.py). fmt, dtype, location: the protocol's integers.
 
-    A PUT of 64 bytes, KV_2LTD, bfloat16, no location, shape [2, 1, 4, 4], key "m@1@0@abc@bfloat16":
+    A PUT of 64 bytes, KV_2LTD, bfloat16, no location, shape [2, 1, 4, 4], "m@1@0@abc@bfloat16":
 
-    01000000 40000000 01000000 03000000 00000000 02000000 01000000 04000000 04000000 6d40314030406162634062... 20 20 20
-    command  length   fmt      dtype    location s0       s1       s2       s3       key, padded with spaces to 150
+    01000000 40000000 01000000 03000000 00000000 02000000 01000000 04000000 04000000 6d403140...
+    command  length   fmt      dtype    location s0       s1       s2       s3       key, padded
+                                                                       with spaces to 150 bytes
+    The GET of it differs in its numbers only:
+
+    02000000 00000000 01000000 02000000 00000000 00000000 00000000 00000000 00000000 6d403140...
     """
 
     command: int
@@ -86,40 +112,39 @@ class ClientMetaMessage:
     length: int = 0  # payload bytes
     fmt: int = MemoryFormat.KV_2LTD
     dtype: int = 2
-    shape: Shape = (0, 0, 0, 0)
+    shape: tuple[int, ...] = (0, 0, 0, 0)  # exactly 4, 0 where the KV has fewer axes
     location: int = 0
 
     def serialize(self) -> bytes:
         _check_shape(self.shape)
-        key = self.key.to_string() if isinstance(self.key, CacheEngineKey) else self.key
-        raw = key.encode() if isinstance(key, str) else key
+        raw = raw_key(self.key)
         if len(raw) > MAX_KEY_BYTES or raw.endswith(b" "):
-            raise ValueError(f"key {key!r} has {len(raw)} bytes; allowed: {MAX_KEY_BYTES}, and no space at the end")
+            raise ValueError(f"key {raw!r}: {MAX_KEY_BYTES} bytes fit, and no space at the end")
         numbers = (self.command, self.length, self.fmt, self.dtype, self.location, *self.shape)
         try:
             return REQUEST.pack(*numbers, raw.ljust(MAX_KEY_BYTES))
         except struct.error as error:
-            raise ValueError(f"command, length, fmt, dtype, location, shape {numbers}: {error}") from error
+            raise ValueError(f"command, length, fmt, ... {numbers}: {error}") from error
 
     @staticmethod
     def deserialize(header: bytes) -> "ClientMetaMessage":
-        command, length, fmt, dtype, location, s0, s1, s2, s3, key = REQUEST.unpack(header)
-        return ClientMetaMessage(command, key.rstrip(b" "), length, fmt, dtype, (s0, s1, s2, s3), location)
-
-    @staticmethod
-    def packlength() -> int:
-        return REQUEST.size
+        command, length, fmt, dtype, location, *shape, key = REQUEST.unpack(header)
+        return ClientMetaMessage(command, key.rstrip(b" "), length, fmt, dtype, (*shape,), location)
 
 
 @dataclass
 class ServerMetaMessage:
-    """A reply header (LMCache protocol.py). A miss is (FAIL, 0, 1, 2, (0, 0, 0, 0), 0)."""
+    """A reply header (LMCache protocol.py). A miss is (FAIL, 0, 1, 2, (0, 0, 0, 0), 0). To the GET:
+
+    c8000000 40000000 01000000 03000000 02000000 01000000 04000000 04000000 00000000
+    code     length   fmt      dtype    s0       s1       s2       s3       location
+    """
 
     code: int
     length: int = 0
     fmt: int = MemoryFormat.KV_2LTD
     dtype: int = 2
-    shape: Shape = (0, 0, 0, 0)
+    shape: tuple[int, ...] = (0, 0, 0, 0)  # exactly 4, 0 where the KV has fewer axes
     location: int = 0
 
     def serialize(self) -> bytes:
@@ -128,88 +153,145 @@ class ServerMetaMessage:
 
     @staticmethod
     def deserialize(header: bytes) -> "ServerMetaMessage":
-        code, length, fmt, dtype, s0, s1, s2, s3, location = REPLY.unpack(header)
-        return ServerMetaMessage(code, length, fmt, dtype, (s0, s1, s2, s3), location)
-
-    @staticmethod
-    def packlength() -> int:
-        return REPLY.size
+        code, length, fmt, dtype, *shape, location = REPLY.unpack(header)
+        return ServerMetaMessage(code, length, fmt, dtype, (*shape,), location)
 
 
 MISS = ServerMetaMessage(ServerReturnCode.FAIL).serialize()
 FOUND = ServerMetaMessage(ServerReturnCode.SUCCESS).serialize()
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Bytes through a socket, on both sides
+# --------------------------------------------------------------------------------------------------
+# One connection, the same at both ends
+
+MIN_BYTES_PER_SEC = 64 << 10  # the pace below which a peer is dropped
+BATCH = 16  # headers read in one go: a burst costs few calls, and a PUT copies at most 3 KiB twice
+MAX_DRAIN = 1 << 16  # bytes read at once of a payload that nobody wants
 
 
-def recv_exact(sock: socket.socket, view: memoryview, deadline: float | None = None) -> None:
-    """Fills view. ConnectionError where the peer closes, TimeoutError where it stalls or the deadline passes.
+class Stream:
+    """A socket, plain or TLS, with a buffer for what comes, and with patience: for one message a
+    peer has timeout_sec, and a second more for every 64 KiB of it that have moved; one that stalls
+    or trickles is a TimeoutError, one that leaves in the middle a ConnectionError."""
 
-    deadline: of time.monotonic(), for all of it; without one, the socket's own timeout holds for each piece.
-    """
-    while view:
-        if deadline is not None:
-            sock.settimeout(_left(deadline))
+    def __init__(self, sock, timeout_sec, peer=""):
+        self.sock, self.timeout_sec, self.peer = sock, timeout_sec, peer
+        self.buffer = bytearray(REQUEST.size * BATCH)
+        self._view = memoryview(self.buffer)
+        self.at = self.have = 0  # buffer[at:have] was read and is not consumed
+        self.idle_since = monotonic()  # of a server's: waits for a request since then
+        self.begin()
+
+    def prepare(self, tls, **how):
+        """Sets the socket's options, and speaks TLS from here on."""
+        sock = self.sock
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20)  # a peer that lost power is
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3)  # gone 20 + 9 * 3 s later
+        if tls is not None:
+            sock.settimeout(self.timeout_sec)
+            self.sock = tls.wrap_socket(sock, do_handshake_on_connect=False, **how)
+            self.sock.do_handshake()
+            return
+        sock.settimeout(None)  # the kernel's own timeouts: no poll() before each recv()
+        timeout = struct.pack("ll", int(self.timeout_sec), int(self.timeout_sec % 1 * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+
+    def begin(self):
+        """A message begins: patience anew."""
+        self._began, self._moved = monotonic(), 0
+
+    def _pace(self, count):
+        self._moved += count
+        if monotonic() > self._began + self.timeout_sec + self._moved / MIN_BYTES_PER_SEC:
+            raise TimeoutError(f"only {self._moved} bytes moved in {self.timeout_sec} s and more")
+
+    def more(self, idle=False):
+        """Reads on into the buffer; False where the peer has closed. idle: silence is no fault."""
+        left = self.have - self.at
+        if left:
+            self._view[:left] = self._view[self.at : self.have]
+        self.at, self.have = 0, left
         try:
-            count = sock.recv_into(view)
-        except BlockingIOError as error:  # SO_RCVTIMEO ran out
-            raise TimeoutError("peer stalled in the middle of a message") from error
-        if count == 0:
-            raise ConnectionError("peer closed in the middle of a message")
-        view = view[count:]
+            count = self.sock.recv_into(self._view[left:] if left else self._view)
+        except (BlockingIOError, TimeoutError) as error:  # SO_RCVTIMEO ran out
+            if idle and not left:
+                return True
+            raise TimeoutError(f"peer stalled after {left} bytes") from error
+        if left:
+            self._pace(count)
+        else:
+            self.begin()
+        self.have += count
+        return count > 0
+
+    def read(self, view):
+        """Fills view."""
+        early = min(self.have - self.at, len(view))
+        if early:
+            view[:early] = self._view[self.at : self.at + early]
+            self.at += early
+            view = view[early:]
+        while view:
+            try:
+                count = self.sock.recv_into(view)
+            except BlockingIOError as error:
+                raise TimeoutError("peer stalled in the middle of a message") from error
+            if count == 0:
+                raise ConnectionError("peer closed in the middle of a message")
+            self._pace(count)
+            view = view[count:]
+
+    def skip(self, length):
+        scratch = memoryview(bytearray(min(length, MAX_DRAIN)))
+        while length > 0:
+            self.read(scratch[:length])
+            length -= len(scratch[:length])
+
+    def write(self, header, payload=b""):
+        """Sends both, in one piece where it can: a header alone waits for a delayed ACK."""
+        self.begin()
+        try:
+            if payload and not isinstance(self.sock, ssl.SSLSocket):  # which has no sendmsg
+                size, sent = len(header), self.sock.sendmsg((header, payload))
+                if sent == size + len(payload):
+                    return
+                header, payload = header[sent:], memoryview(payload)[max(0, sent - size) :]
+            for part in (header, payload):
+                while part:
+                    count = self.sock.send(part)
+                    if count == len(part):
+                        break
+                    self._pace(count)
+                    part = memoryview(part)[count:]
+        except BlockingIOError as error:  # SO_SNDTIMEO ran out
+            raise TimeoutError("peer does not read") from error
+
+    def shut(self):
+        """Ends it from another thread: whoever waits on it wakes."""
+        with suppress(OSError):  # subtle: SSLSocket's own shutdown would make its reader
+            socket.socket.shutdown(self.sock, socket.SHUT_RDWR)  # take it for a plain one
 
 
-def recv_bytes(receive: Callable[[memoryview], Any], length: int) -> bytearray:
-    """The next `length` bytes, in memory taken as they come: no 2 GiB on the word of a header."""
-    data = bytearray(min(length, 16 << 20))
-    receive(memoryview(data))
+def read_bytes(read, length):
+    """The next `length` bytes, in memory taken as they come: no 2 GiB on a header's word."""
+    data = bytearray()
     while len(data) < length:
-        more = bytearray(min(length - len(data), len(data)))
-        receive(memoryview(more))
-        data += more
+        more = bytearray(min(length - len(data), max(len(data), 16 << 20)))
+        read(memoryview(more))
+        data = data + more if data else more
     return data
 
 
-def send_all(
-    sock: socket.socket, header: bytes | memoryview, payload: memoryview | bytes = b"", deadline: float | None = None
-) -> None:
-    """Sends header and payload, in one piece where it can: a header alone waits for a delayed ACK at the other end."""
-    if deadline is not None:
-        sock.settimeout(_left(deadline))
-    try:
-        if not payload or isinstance(sock, ssl.SSLSocket):  # which has no sendmsg
-            sock.sendall(header)
-            sock.sendall(payload)
-            return
-        sent = sock.sendmsg((header, payload))
-        if sent == len(header) + len(payload):
-            return
-        if sent < len(header):
-            sock.sendall(header[sent:])
-        payload = memoryview(payload)[max(0, sent - len(header)) :]
-        while payload:
-            if deadline is not None:
-                sock.settimeout(_left(deadline))
-            payload = payload[sock.send(payload) :]
-    except BlockingIOError as error:  # SO_SNDTIMEO ran out
-        raise TimeoutError("peer does not read") from error
-
-
-def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("deadline passed")
-    return left
-
-
-def tls_context(cert: str, key: str, ca: str, server_side: bool) -> ssl.SSLContext:
-    """Mutual TLS: we show cert, signed by ca, and so must the peer. PEM files. ValueError where one cannot be used."""
+def tls_context(cert, key, ca, server_side):
+    """Mutual TLS: we show cert, signed by ca, and so must the peer. PEM files; ValueError where one
+    cannot be used."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.verify_mode = ssl.CERT_REQUIRED
     if server_side:
-        context.num_tickets = 0  # a client with bytes to read between requests knows that something is wrong
+        context.num_tickets = 0  # bytes between requests tell a client that something is wrong
     try:
         context.load_cert_chain(cert, key)
         context.load_verify_locations(ca)
@@ -218,229 +300,225 @@ def tls_context(cert: str, key: str, ca: str, server_side: bool) -> ssl.SSLConte
     return context
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+def tls_of(cert, key, ca, server_side):
+    """The same, or None where no file is named."""
+    if not any((cert, key, ca)):
+        return None
+    if not all((cert, key, ca)):
+        raise ValueError(f"TLS needs a certificate, a key and a CA, not {cert}, {key}, {ca}")
+    return tls_context(cert, key, ca, server_side)
+
+
+# --------------------------------------------------------------------------------------------------
 # The server
 
-PUT, GET, EXIST, HEALTH = 1, 2, 3, 5  # ClientCommand as plain ints: an enum costs a tenth of a small request
+PUT, GET, EXIST, HEALTH = 1, 2, 3, 5  # as plain ints: an enum costs a tenth of a small request
 SUCCESS, REQUEST_BYTES = 200, REQUEST.size
-BATCH = 16  # requests read in one go: a burst of EXIST costs few system calls, and a PUT copies at most 3 KiB twice
-MAX_DRAIN = 1 << 16  # bytes read at once of a payload that nobody wants
-FIRST_WARM_BYTES = 256 << 20  # touched before the first client, so that it finds it fast
+EARLY_SHARE = 8  # an eighth of a payload must be here before others are evicted for it
+LISTED_AT_ONCE = 1000  # keys
 
 
-class LMCacheServer:
-    """A TCP cache server (LMCache v1/server/__main__.py). Port 0 picks a free one; `port` says which.
+class LMCacheServer(Closing):
+    """A TCP cache server (LMCache v1/server/__main__.py). Port 0 picks a free one; `port` says it.
 
-    max_bytes: of chunks, least recently used evicted first. A chunk of over max_bytes, or one for which there is no
-        room beside those in use, is refused: read off the stream and dropped.
-    max_clients: further ones are closed at once.
-    stall_timeout_sec: for a peer that stops in the middle of a request or does not read its reply; between requests a
-        client may stay idle for ever.
+    max_bytes: of chunks; eviction: which go first, see lookup.POLICIES. A chunk for which there is
+        no room beside those in use is refused: read off the stream and dropped. So is an overwrite
+        without room for both: the old one stays until the new one is whole.
+    max_clients: where all places are taken, the client that has been idle the longest goes.
+    stall_timeout_sec: for a peer that stops in the middle of a request or does not read its reply,
+        see Stream; between requests a client may stay idle for ever.
     tls: an ssl context with a client certificate required, see tls_context.
     """
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        device: str = "cpu",
-        max_bytes: int = 5 << 30,
-        max_clients: int = 1024,
-        stall_timeout_sec: float = 30.0,
-        tls: ssl.SSLContext | None = None,
-    ):
+    def __init__(self, host, port, device="cpu", max_bytes=5 << 30, max_clients=1024,
+                 stall_timeout_sec=30.0, tls=None, eviction="lru"):  # fmt: skip
         if max_clients < 1 or not 1e-3 <= stall_timeout_sec <= 1e6:
-            raise ValueError(
-                f"max_clients {max_clients} must be positive, stall_timeout_sec {stall_timeout_sec} 0.001..1e6"
-            )
+            limits = f"max_clients {max_clients}, stall_timeout_sec {stall_timeout_sec}"
+            raise ValueError(f"{limits}: allowed are 1 or more, 0.001..1e6")
         self.max_clients, self.stall_timeout_sec, self.tls = max_clients, stall_timeout_sec, tls
-        with contextlib.ExitStack() as undo:  # where one fails, those before it are closed
+        with ExitStack() as undo:  # where one fails, those before it are closed
             self._listener = undo.enter_context(_listen(host, port))
             self._spare_file = undo.enter_context(open(os.devnull))  # see _refuse_for_lack_of_files
-            self.store = ChunkStore(device, max_bytes, warm_bytes=max_bytes)  # it is there to be filled
+            self.store = ChunkStore(device, max_bytes, eviction)
             undo.pop_all()
-        self.store.warm(FIRST_WARM_BYTES)
         self.host, self.port = self._listener.getsockname()[:2]
-        self._clients: dict[socket.socket, threading.Thread] = {}
-        self._lock = threading.Lock()  # of _clients
+        self._clients = {}
+        self._unfinished = [0, 0]  # bytes of payloads under way: up to half of max_bytes, larger
+        self._lock = threading.Lock()  # of both
         self._closed = False
         self._log = RareLog(logger)
         self.refused_clients = 0
 
     # -- one connection
 
-    def receive_all(self, client_socket: socket.socket, n: int) -> bytearray | None:
-        """The next n bytes, or None where the client closes first."""
-        data = bytearray(n)
+    def handle_client(self, stream):
+        """Answers one client's requests until it leaves, stalls in one, or the server closes."""
+        peer = stream.peer
         try:
-            recv_exact(client_socket, memoryview(data))
-        except ConnectionError:
-            return None
-        return data
-
-    def handle_client(self, client_socket: socket.socket) -> None:
-        """Answers one client's requests until it leaves, stalls in the middle of one, or the server closes."""
-        peer = _peer(client_socket)
-        try:
-            with self._prepare(client_socket) as sock:
-                if isinstance(sock, ssl.SSLSocket):
-                    sock.do_handshake()  # here, in the client's own thread, where a slow one stalls nobody else
-                self._serve(sock)
-        except (TimeoutError, BlockingIOError, ssl.SSLError) as error:
-            self._log("stalled", "client %s dropped: %s", peer, error)
+            stream.prepare(self.tls, server_side=True)  # a slow handshake stalls this thread alone
+            self._serve(stream)
+        except (TimeoutError, ssl.SSLError) as error:
+            self._log("stalled", "client %s dropped, stalled: %s", peer, error)
         except OSError as error:
             if not self._closed:
                 self._log("left", "client %s left: %s", peer, error)
         except Exception:
             self._log("ours", "client %s dropped: a fault of ours", peer, traceback=True)
         finally:
-            client_socket.close()
+            stream.sock.close()
+            with self._lock:
+                self._clients.pop(stream, None)
 
-    def _prepare(self, sock: socket.socket) -> socket.socket:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if self.tls is None:  # the kernel's own timeouts: no poll() before each recv()
-            stall = struct.pack("ll", int(self.stall_timeout_sec), int(self.stall_timeout_sec % 1 * 1e6))
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, stall)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, stall)
-            return sock
-        sock.settimeout(self.stall_timeout_sec)
-        secure = self.tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-        with self._lock:  # wrapping detached the old socket: close() must find the new one
-            self._clients[secure] = self._clients.pop(sock, threading.current_thread())
-        return secure
-
-    def _serve(self, sock: socket.socket) -> None:
-        buffer = bytearray(REQUEST.size * BATCH)
-        view, have = memoryview(buffer), 0
+    def _serve(self, stream):
+        buffer, contains = stream.buffer, self.store.contains
         while not self._closed:
-            try:
-                count = sock.recv_into(view[have:] if have else view)
-            except (BlockingIOError, TimeoutError) as error:
-                if have == 0:
-                    continue  # idle between requests
-                raise TimeoutError(f"stalled after {have} bytes of a request header") from error
-            if count == 0:
+            stream.idle_since = stream.idle_since or monotonic()
+            if not stream.more(idle=True):
                 return
-            have, at, replies = have + count, 0, b""
-            while have - at >= REQUEST_BYTES:
-                command, length, fmt, dtype, location, s0, s1, s2, s3, key = REQUEST.unpack_from(buffer, at)
-                at += REQUEST_BYTES
+            stream.idle_since = None
+            replies = b""
+            while stream.have - stream.at >= REQUEST_BYTES:
+                command, length, *numbers, key = REQUEST.unpack_from(buffer, stream.at)
+                stream.at += REQUEST_BYTES
                 key = key.rstrip(b" ")
                 if command == EXIST:
-                    try:  # here, not in a function around it: that call would cost a tenth of the request
-                        there = self.store.contains(key)
+                    try:
+                        there = contains(key)
                     except Exception as error:
-                        there = False
-                        self._store_failed(error)
+                        there = self._failed(error)
                     replies += FOUND if there else MISS
-                elif command == PUT:
-                    if replies:  # no answer waits for a payload that may be slow to come
-                        sock.sendall(replies)
-                        replies = b""
-                    early = view[at : min(have, at + max(length, 0))]  # of the payload, already read
-                    at += len(early)
-                    header = REPLY.pack(SUCCESS, length, fmt, dtype, s0, s1, s2, s3, location)
-                    if not self._put(sock, key, header, length, early):
-                        return
                 elif command == HEALTH:
                     replies += FOUND
                 else:
-                    if replies:
-                        sock.sendall(replies)
+                    if replies:  # no answer waits for a payload that may be slow to come
+                        stream.write(replies)
                         replies = b""
-                    self._answer(sock, command, key)
+                    if command == PUT:
+                        self._put(stream, key, length, numbers)
+                    elif command == GET:
+                        self._get(stream, key)
+                    else:
+                        self._answer(stream, command, key)
             if replies:
-                sock.sendall(replies)
-            if at < have:
-                view[: have - at] = view[at:have]
-            have -= at
+                stream.write(replies)
 
-    def _put(self, sock: socket.socket, key: bytes, header: bytes, length: int, early: memoryview) -> bool:
-        """Receives a payload and makes it visible when its last byte is there. False: the stream is out of step."""
-        if length < 0:
-            self._log("length", "client %s announces %d bytes: connection closed", _peer(sock), length)
-            return False
-        if self.tls is None:
-            # LMCache's client sends header and payload in two; its kernel holds the second back until our ACK.
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
-            if not early and length and not sock.recv(1, socket.MSG_PEEK):  # subtle: nobody is evicted on the word
-                raise ConnectionError("client closed after a PUT header")  # of a header; wait for its first byte
-        elif not early and length:
-            first = bytearray(1)
-            recv_exact(sock, memoryview(first))
-            early = memoryview(first)
-
-        def receive(view: memoryview) -> None:
-            nonlocal early
-            count = min(len(early), len(view))
-            view[:count] = early[:count]
-            early = early[count:]
-            recv_exact(sock, view[count:])
-
-        try:
-            self.store.contains(key)  # subtle: touches the old value, so that it is the last to be evicted for the new
-            chunk = self.store.reserve(length)
-        except Exception as error:
-            chunk = None
-            self._store_failed(error)
-        if chunk is None:
-            self._log("refused", "PUT of %d bytes refused, the budget is %d", length, self.store.max_bytes)
-            scratch = memoryview(bytearray(min(length, MAX_DRAIN)))
-            for start in range(0, length, MAX_DRAIN):
-                receive(scratch[: length - start])
-            return True
-        chunk.meta = header
-        try:
-            self.store.fill(chunk, receive)
-        except BaseException:
-            self.store.abandon(chunk)
-            raise
-        self.store.release([self.store.commit(key, chunk)])
-        return True
-
-    def _store_failed(self, error: Exception) -> None:
+    def _failed(self, error):
         """A fault of the store is a miss or a refusal, and the client is served on."""
+        if isinstance(error, OSError):  # of the connection
+            raise error
         self._log("store", "the store failed: %r", error)
 
-    def _answer(self, sock: socket.socket, command: int, key: bytes) -> None:
-        if command == GET:
-            try:
-                chunk = self.store.acquire(key)
-            except Exception as error:
-                chunk = None
-                self._store_failed(error)
-            if chunk is None:
-                sock.sendall(MISS)
-                return
-            header = chunk.meta
-            try:
-                for piece in self.store.pieces(chunk):
-                    send_all(sock, header, piece)
-                    header = b""
-                if header:  # no pieces: an empty payload on a GPU
-                    sock.sendall(header)
-            except RuntimeError as error:  # the device fails
-                if not header:
-                    raise
-                self._store_failed(error)
-                sock.sendall(MISS)
-            finally:
-                self.store.release([chunk])
-        elif command in (ClientCommand.LIST, ClientCommand.STATS):
-            listing = command == ClientCommand.LIST
-            body = b"\n".join(self.store.keys()) if listing else json.dumps(self.stats()).encode()
-            send_all(sock, ServerMetaMessage(ServerReturnCode.SUCCESS, len(body)).serialize(), body)
+    def _put(self, stream, key, length, numbers):
+        if length < 0:  # there is no telling where the next request starts
+            raise ConnectionError(f"announces {length} bytes: connection closed")
+        if self.tls is None:  # LMCache's client sends header and payload in two; its kernel holds
+            stream.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)  # one for our ACK
+        if length and stream.at == stream.have and not stream.more():
+            raise ConnectionError("left after a PUT header")  # nobody was evicted on its word
+        fmt, dtype, location, *shape = numbers
+        header = REPLY.pack(SUCCESS, length, fmt, dtype, *shape, location)
+        left = length
+
+        def read(view):
+            nonlocal left
+            stream.read(view)
+            left -= len(view)
+
+        try:
+            self._take(key, length, header, read)
+        except Exception as error:
+            self._failed(error)
+        if left:
+            self._log("refused", "PUT of %d bytes refused: %s", length, self.store.stats())
+            stream.skip(left)
+
+    def _take(self, key, length, header, read):
+        """Stores a payload, visible when its last byte is there; or leaves the rest of it unread.
+
+        Subtle: nobody is evicted for what is only announced, an eighth must be here before; and
+        unfinished ones hold at most half of max_bytes, or a larger one, one at a time, what it
+        needs."""
+        store, chunk, old, early = self.store, None, None, memoryview(b"")
+        share, half = store.max_bytes // EARLY_SHARE, store.max_bytes // 2
+        if length <= share:
+            chunk = store.reserve_hole(length)
+        if chunk is None:
+            early = memoryview(bytearray(length // EARLY_SHARE * (length <= store.max_bytes)))
+            read(early)
+            old = store.acquire(key, counted=False)  # stays until the new one is whole
+
+        def receive(view):
+            nonlocal early
+            count = min(len(early), len(view))
+            view[:count], early = early[:count], early[count:]
+            read(view[count:])
+
+        large = length > half
+        with self._lock:
+            admitted = self._unfinished[large] + length <= (half, store.max_bytes)[large]
+            self._unfinished[large] += length * admitted
+            store.counters["rejected"] += not admitted
+        try:
+            if admitted and (chunk := chunk or store.reserve(length)) is not None:
+                chunk.meta = header
+                store.fill(chunk, receive)
+                store.commit(key, chunk)
+        finally:
+            with self._lock:
+                self._unfinished[large] -= length * admitted
+            store.release([each for each in (chunk, old) if each is not None])
+
+    def _answer(self, stream, command, key):
+        if command == ClientCommand.LIST:
+            self._list(stream)
+        elif command == ClientCommand.STATS:
+            body = json.dumps(self.stats()).encode()
+            stream.write(ServerMetaMessage(SUCCESS, len(body)).serialize(), body)
+        elif command == ClientCommand.CLEAR:
+            self.store.clear()
+            stream.write(FOUND)
+        elif command == ClientCommand.DELETE:
+            stream.write(FOUND if self.store.remove(key) else MISS)
         else:
-            self._log("command", "client %s sends unknown command %d: FAIL", _peer(sock), command)
-            sock.sendall(MISS)
+            self._log("command", "client %s: unknown command %d: FAIL", stream.peer, command)
+            stream.write(MISS)
+
+    def _get(self, stream, key):
+        header, chunk = MISS, None
+        try:
+            chunk = self.store.acquire(key)
+            if chunk is not None:
+                header = chunk.meta
+                for piece in self.store.pieces(chunk):
+                    stream.write(header, piece)
+                    header = b""
+        except Exception as error:
+            self._failed(error)
+            if not header:  # half of it is sent
+                raise
+            header = MISS
+        finally:
+            if chunk is not None:
+                self.store.release((chunk,))
+        if header:
+            stream.write(header)
+
+    def _list(self, stream):
+        """A thousand keys at a time: nobody who lists holds a copy of them all."""
+        keys = self.store.keys()
+        length = sum(map(len, keys)) + max(len(keys) - 1, 0)
+        stream.write(ServerMetaMessage(SUCCESS, length).serialize())
+        for first in range(0, len(keys), LISTED_AT_ONCE):
+            part = b"\n".join(keys[first : first + LISTED_AT_ONCE])
+            stream.write(b"\n" * (first > 0) + part)
 
     # -- all connections
 
-    def run(self) -> None:
+    def run(self):
         """Accepts clients until close()."""
         while not self._closed:
             try:
-                sock, _ = self._listener.accept()
+                sock, address = self._listener.accept()
             except TimeoutError:
                 continue
             except OSError as error:
@@ -448,240 +526,220 @@ class LMCacheServer:
                     return
                 self._refuse_for_lack_of_files(error)
                 continue
-            with self._lock:
-                refusal = self._start_client(sock)
-            if refusal:
+            stream = Stream(sock, self.stall_timeout_sec, f"{address[0]}:{address[1]}")
+            if refusal := self._start_client(stream):
                 self.refused_clients += 1
-                self._log("refused client", "client %s refused: %s", _peer(sock), refusal)
+                self._log("refused client", "client %s refused: %s", stream.peer, refusal)
                 sock.close()
 
-    def _start_client(self, sock: socket.socket) -> str:
-        """Starts a client's thread; the reason where it cannot. Under the lock: close() joins only what has started."""
-        if self._closed:
-            return "the server closes"
-        if len(self._clients) >= self.max_clients:
-            return f"{self.max_clients} are connected, max_clients"
-        thread = threading.Thread(target=self._run_client, args=(sock,), daemon=True, name="client")
-        self._clients[sock] = thread
-        try:
-            thread.start()
-        except RuntimeError as error:  # no more threads
-            del self._clients[sock]
-            return str(error)
+    def _start_client(self, stream):
+        """Starts a client's thread; the reason where it cannot."""
+        thread = threading.Thread(target=self.handle_client, args=(stream,), daemon=True)
+        with self._lock:  # close() joins only what has started
+            if self._closed:
+                return "the server closes"
+            if len(self._clients) >= self.max_clients and not self._drop_idle():
+                return f"{self.max_clients} are connected, max_clients, and none is idle"
+            self._clients[stream] = thread
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads
+                del self._clients[stream]
+                return str(error)
         return ""
 
-    def _run_client(self, sock: socket.socket) -> None:
-        try:
-            self.handle_client(sock)
-        finally:
-            self._forget(threading.current_thread())
+    def _drop_idle(self):
+        """Ends the client that has been idle for the longest; False where none is."""
+        waits = {stream: stream.idle_since or inf for stream in self._clients}
+        longest = min(waits, key=waits.__getitem__)
+        if waits[longest] == inf:
+            return False
+        self._log("idle", "client %s dropped: idle, and its place is needed", longest.peer)
+        longest.shut()
+        del self._clients[longest]
+        return True
 
-    def _forget(self, thread: threading.Thread) -> None:
-        with self._lock:
-            self._clients = {sock: other for sock, other in self._clients.items() if other is not thread}
-
-    def _refuse_for_lack_of_files(self, error: OSError) -> None:
-        """No file descriptor is left for a new client: the spare one accepts it, to close it, so that it knows."""
+    def _refuse_for_lack_of_files(self, error):
+        """No file descriptor is left: the spare one accepts the client, to close it."""
         self.refused_clients += 1
         self._log("files", "client refused: %s", error)
         self._spare_file.close()
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             self._listener.accept()[0].close()
-        try:
+        with suppress(OSError):
             self._spare_file = open(os.devnull)  # noqa: SIM115
-        except OSError:
-            time.sleep(0.05)  # something else took the spare one: no busy loop
+        sleep(0.01)  # where something else took the spare one: no busy loop
 
     def stats(self) -> dict[str, int]:
         """The store's figures, and connected and refused clients."""
-        return self.store.stats() | {"clients": len(self._clients), "refused_clients": self.refused_clients}
+        ours = {"clients": len(self._clients), "refused_clients": self.refused_clients}
+        return self.store.stats() | ours
 
-    def close(self) -> None:
-        """Ends every connection, what is half received is dropped, and gives up memory and port. Idempotent."""
+    def close(self):
+        """Ends every connection, gives up memory and port. Idempotent."""
         self._closed = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # subtle: else an accept() under way holds the port for 0.2 s
+        with suppress(OSError):
+            # subtle: an accept() under way would hold the port
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         with self._lock:
             clients = dict(self._clients)
-        for sock in clients:
-            with contextlib.suppress(
-                OSError
-            ):  # subtle: SSLSocket.shutdown would make its reader take it for a plain one
-                socket.socket.shutdown(sock, socket.SHUT_RDWR)
-        deadline = time.monotonic() + 1.5
+        for stream in clients:
+            stream.shut()
+        deadline = monotonic() + 1.5
         for thread in clients.values():
             if thread is not threading.current_thread():
-                thread.join(max(0.0, deadline - time.monotonic()))
+                thread.join(max(0.0, deadline - monotonic()))
         self._spare_file.close()
         self.store.close()
 
-    def __enter__(self) -> "LMCacheServer":
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    if not 0 <= port < 1 << 16:  # getaddrinfo would take it modulo that
-        raise ValueError(f"cannot listen on port {port}: allowed are 0..65535, 0 picks a free one")
+def _listen(host, port):
     try:
-        family, _, _, _, address = socket.getaddrinfo(host or None, port, 0, socket.SOCK_STREAM, 0, socket.AI_PASSIVE)[
-            0
-        ]
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        found = socket.getaddrinfo(host or None, 0, 0, socket.SOCK_STREAM, 0, socket.AI_PASSIVE)
+        family, _, _, _, address = found[0]
+        listener = socket.create_server((address[0], port), family=family, backlog=128)
     except (OSError, OverflowError) as error:
-        raise ValueError(f"cannot listen on {host!r} port {port}: {error}") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart need not wait for TIME_WAIT
-        listener.bind(address)
-        listener.listen(128)
-        listener.settimeout(0.2)  # how soon run() sees close()
-    except (OSError, OverflowError) as error:
-        listener.close()
         raise OSError(f"cannot listen on {host!r} port {port}: {error}") from error
+    listener.settimeout(0.2)  # how soon run() sees close()
     return listener
 
 
-def _peer(sock: socket.socket) -> str:
-    try:
-        host, port = sock.getpeername()[:2]
-        return f"{host}:{port}"
-    except OSError:
-        return "(gone)"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The client
 
-WINDOW = 64  # requests under way at once: 64 * 186 bytes fit in any socket buffer, so neither end waits for the other
-ANY_KEY = b"any@1@0@0@half"  # where a request needs none: LMCache's server ends a connection whose key it cannot read
-
-Fill = Callable[[int, RemoteMeta, Callable[[memoryview], Any]], None]
-PutItem = tuple[CacheEngineKey | str | bytes, RemoteMeta, Iterable[memoryview | bytes]]  # key, meta, payload in pieces
+WINDOW = 64  # requests under way: 64 * 186 bytes fit in any socket buffer, neither end waits
+ANY_KEY = b"any@1@0@0@half"  # LMCache's server ends a connection whose key it cannot read
 
 
-class RemoteClient:
-    """A client of LMCacheServer, or of LMCache's own, at `lm://host:port` (`lms://` with TLS, see tls_context).
+class Connection(PerThread):
+    """One thread's, of a RemoteClient."""
 
-    One connection, made at the first request and made again when it breaks, `retries` times a request; then it is a
-    ConnectionError. timeout_sec is for one request, all retries together, or for one batch; then TimeoutError. Both
-    are OSErrors. Safe to share between threads, one request at a time.
+    stream = None
+    unconfirmed = 0  # puts that no reply came after
+    lost = 0  # of them, those whose connection broke
+
+
+class RemoteClient(Closing):
+    """A client of LMCacheServer, or of LMCache's own, at `lm://host:port` (`lms://` with TLS, see
+    tls_context).
+
+    Each thread has a connection of its own, made at its first request and made again when it
+    breaks, `retries` times a request; then it is a ConnectionError. timeout_sec is for a server
+    that does not go on, see Stream: a TimeoutError. Both are OSErrors. To be shared between
+    threads, and used after a fork; a PUT is seen by what the same thread asks later.
     """
 
-    def __init__(self, url: str, timeout_sec: float = 5.0, retries: int = 2, tls: ssl.SSLContext | None = None):
+    def __init__(self, url, timeout_sec=5.0, retries=2, tls=None):
         parts = urlsplit(url)
         try:
             self.host, self.port = parts.hostname, parts.port
         except ValueError as error:
             raise ValueError(f"url {url!r}: {error}") from error
-        if parts.scheme not in ("lm", "lms") or not self.host or not self.port or parts.path not in ("", "/"):
-            raise ValueError(f"url {url!r} must be lm://host:port or lms://host:port, an IPv6 host in [ ]")
+        good = parts.scheme in ("lm", "lms") and self.host and self.port
+        if not good or parts.path.strip("/"):
+            raise ValueError(f"url {url!r} must be lm://host:port or lms://host:port, IPv6 in [ ]")
         if (parts.scheme == "lms") != (tls is not None):
             raise ValueError(f"url {url!r}: lms:// needs a tls context, and only lms:// takes one")
         if timeout_sec <= 0 or retries < 0:
-            raise ValueError(f"timeout_sec {timeout_sec} must be above 0 and retries {retries} not below")
+            raise ValueError(f"timeout_sec {timeout_sec}, retries {retries}: above 0, not below 0")
         self.timeout_sec, self.retries, self.tls = timeout_sec, retries, tls
-        self._sock: socket.socket | None = None
-        self._lock = threading.Lock()
-        self._unconfirmed = 0  # puts that no reply came after
-        self._lost = 0  # of them, those whose connection broke
+        self._own = Connection()
+        self._streams = set()  # of all threads, for close()
         self._closed = False
 
     # -- requests
 
-    def put(self, key: CacheEngineKey | str | bytes, data: Any, meta: RemoteMeta | None = None) -> None:
-        """Stores data, a CPU tensor or any buffer of bytes. meta: how it is laid out; by default what a tensor tells.
-
-        There is no reply: flush() tells whether it arrived.
-        """
+    def put(self, key, data, meta=None):
+        """Stores a tensor or a buffer; meta: how it is laid out. No reply: flush() tells of it."""
         if isinstance(data, torch.Tensor):
             data = data.detach().contiguous().cpu()
             if data.dtype not in DTYPE_TO_INT:
-                raise ValueError(f"{data.dtype} has no number on the wire; allowed: {list(DTYPE_TO_INT)[1:]}")
+                raise ValueError(f"{data.dtype} has no number: {list(DTYPE_TO_INT)[1:]}")
             shape = (*data.shape, 0, 0, 0, 0)[: max(4, data.dim())]
-            meta = meta or RemoteMeta(data.nbytes, MemoryFormat.KV_2LTD, DTYPE_TO_INT[data.dtype], shape)
+            dtype = DTYPE_TO_INT[data.dtype]
+            meta = meta or RemoteMeta(data.nbytes, MemoryFormat.KV_2LTD, dtype, shape)
             payload = bytes_of(data)
         else:
             payload = memoryview(data).cast("B")
-            meta = meta or RemoteMeta(len(payload), MemoryFormat.BINARY, 6, (len(payload), 0, 0, 0))
+            size = len(payload)
+            meta = meta or RemoteMeta(size, MemoryFormat.BINARY, 6, (size, 0, 0, 0))
         if meta.length != len(payload):
             raise ValueError(f"meta says {meta.length} bytes, data has {len(payload)}")
         self.put_many([(key, meta, [payload])])
 
-    def put_many(self, items: Iterable[PutItem]) -> None:
-        """Stores many, one after another; what is sent when the connection breaks may be lost, see flush()."""
+    def put_many(self, items):
+        """Stores many; what is under way when the connection breaks may be lost, see flush()."""
         for key, meta, pieces in items:
             self._put(_request(ClientCommand.PUT, key, meta), iter(pieces))
 
-    def _put(self, header: bytes, pieces: Iterator[memoryview | bytes]) -> None:
-        first, gone = next(pieces, b""), False  # gone: the first piece is not there any more, see ChunkStore.pieces
+    def _put(self, header, pieces):
+        first, gone = next(pieces, b""), False  # gone: the first piece is, see ChunkStore.pieces
 
-        def send(sock: socket.socket, deadline: float) -> None:
+        def send(stream):
             nonlocal gone
             if gone:
-                raise OSError("the connection broke in the middle of a put in pieces: it cannot begin again")
-            send_all(sock, header, first, deadline)
+                raise OSError("the connection broke in a put in pieces: it cannot begin again")
+            stream.write(header, first)
             for piece in pieces:
                 gone = True
-                send_all(sock, piece, b"", deadline)
-            self._unconfirmed += 1
+                stream.write(piece)
+            self._own.unconfirmed += 1
 
         self._call(send)
 
-    def get(self, key: CacheEngineKey | str | bytes) -> tuple[RemoteMeta, bytearray] | None:
+    def get(self, key) -> tuple[RemoteMeta, bytearray] | None:
         """The chunk under key and what is known of it, or None."""
-        found: list[tuple[RemoteMeta, bytearray]] = []
+        found = []
 
-        def fill(_: int, meta: RemoteMeta, receive: Callable[[memoryview], Any]) -> None:
-            found[:] = [(meta, recv_bytes(receive, meta.length))]
+        def fill(_, meta, receive):
+            found[:] = [(meta, read_bytes(receive, meta.length))]
 
         self.get_many([key], fill)
         return found[0] if found else None
 
-    def get_many(self, keys: Sequence[CacheEngineKey | str | bytes], fill: Fill) -> None:
-        """Asks for many at once. For each that is there, in order, fill(index, meta, receive) is called; it may call
-        receive(view), once or often, to take the next len(view) bytes of the payload. What it leaves is skipped."""
+    def get_many(self, keys, fill):
+        """For each that is there, in order, calls fill(index, meta, receive), which may call
+        receive(view) to take the next len(view) bytes of the payload. What it leaves is skipped."""
 
-        def take(sock: socket.socket, index: int, reply: ServerMetaMessage, deadline: float) -> None:
-            if reply.code != ServerReturnCode.SUCCESS:
+        def take(stream, index, reply):
+            if reply.code != SUCCESS:
                 return
             left = reply.length
 
-            def receive(view: memoryview) -> None:
+            def receive(view):
                 nonlocal left
                 if len(view) > left:
-                    raise ValueError(f"{len(view)} bytes asked for, {left} are left of this chunk")
-                recv_exact(sock, view, deadline)
+                    raise ValueError(f"{len(view)} bytes asked for, {left} of this chunk are left")
+                stream.read(view)
                 left -= len(view)
 
             fill(index, RemoteMeta(reply.length, reply.fmt, reply.dtype, reply.shape), receive)
-            scratch = memoryview(bytearray(min(left, MAX_DRAIN)))
-            while left:
-                receive(scratch[:left])
+            stream.skip(left)
 
         self._pipeline(ClientCommand.GET, keys, take)
 
-    def exists(self, key: CacheEngineKey | str | bytes) -> bool:
+    def exists(self, key) -> bool:
         return self.exists_many([key])[0]
 
-    def exists_many(self, keys: Sequence[CacheEngineKey | str | bytes]) -> list[bool]:
-        found = [False] * len(keys)
+    def exists_many(self, keys) -> list[bool]:
+        return self._codes(ClientCommand.EXIST, keys)
 
-        def take(_: socket.socket, index: int, reply: ServerMetaMessage, deadline: float) -> None:
-            found[index] = reply.code == ServerReturnCode.SUCCESS
+    def delete(self, key) -> bool:
+        """Removes one key; False where it is not there."""
+        return self._codes(ClientCommand.DELETE, [key])[0]
 
-        self._pipeline(ClientCommand.EXIST, keys, take)
-        return found
+    def clear(self):
+        """Removes every key."""
+        self._body(ClientCommand.CLEAR)
 
     def list_keys(self) -> list[str]:
-        """Every key on the server, the least recently used first. LMCache's own never answers: TimeoutError."""
+        """Every key on the server, those first that go first. LMCache's own never answers."""
         body = self._body(ClientCommand.LIST)
         return body.decode(errors="backslashreplace").split("\n") if body else []
 
     def stats(self) -> dict[str, int]:
-        """The server's figures, see LMCacheServer.stats; a ValueError from a server that has none."""
+        """The server's figures, see LMCacheServer.stats; a ValueError from one that has none."""
         return json.loads(self._body(ClientCommand.STATS))
 
     def health(self) -> bool:
@@ -692,192 +750,424 @@ class RemoteClient:
             return False
         return True
 
-    def flush(self) -> None:
-        """Returns when the server has taken every put so far; ConnectionError where some of them may be lost."""
-        self._ping()
-        with self._lock:
-            lost, self._lost = self._lost, 0
+    def flush(self):
+        """When the server has taken what this thread has put; ConnectionError: some may be lost."""
+        try:
+            self._ping()
+        finally:  # whatever it raises tells of them, too
+            lost, self._own.lost = self._own.lost, 0
         if lost:
-            raise ConnectionError(f"the connection broke with {lost} puts under way: they may be lost")
+            raise ConnectionError(f"the connection broke with {lost} puts under way: maybe lost")
 
-    def close(self) -> None:
-        """Ends the connection; a call in flight fails. Idempotent."""
+    def close(self):
+        """Ends all connections; calls in flight fail. Idempotent."""
         self._closed = True
-        sock = self._sock
-        if sock is not None:
-            with contextlib.suppress(
-                OSError
-            ):  # subtle: SSLSocket.shutdown would make its reader take it for a plain one
-                socket.socket.shutdown(sock, socket.SHUT_RDWR)  # wakes whoever waits for a reply
-        if self._lock.acquire(timeout=1.0):  # else a call is about to connect: it sees that we are closed
-            self._disconnect()
-            self._lock.release()
-
-    def __enter__(self) -> "RemoteClient":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        for found in tuple(self._streams):
+            if (stream := found()) is not None:
+                stream.shut()
+        self._disconnect()  # this thread's; the others' close theirs when they see it, or end
 
     # -- one connection
 
-    def _ping(self) -> None:
+    def _ping(self):
         self._pipeline(ClientCommand.HEALTH, [ANY_KEY], lambda *_: None)
 
-    def _body(self, command: ClientCommand) -> bytes:
+    def _codes(self, command, keys):
+        codes = []
+        self._pipeline(command, keys, lambda _, __, reply: codes.append(reply.code == SUCCESS))
+        return codes
+
+    def _body(self, command):
         body = bytearray()
 
-        def take(sock: socket.socket, _: int, reply: ServerMetaMessage, deadline: float) -> None:
-            body[:] = recv_bytes(lambda view: recv_exact(sock, view, deadline), reply.length)
+        def take(stream, _, reply):
+            if reply.code != SUCCESS:
+                raise ValueError(f"{self.host}:{self.port} answers {command.name} with FAIL")
+            body[:] = read_bytes(stream.read, reply.length)
 
         self._pipeline(command, [ANY_KEY], take)
         return bytes(body)
 
-    def _pipeline(self, command: ClientCommand, keys: Sequence, take: Callable[..., None]) -> None:
-        """Sends a request for each key, WINDOW at a time, and hands each reply to take. Begins again where it broke."""
+    def _pipeline(self, command, keys, take):
+        """A request for each key, WINDOW at a time; each reply to take. Resumes where it broke."""
         headers = [_request(command, key) for key in keys]
         done = 0
 
-        def exchange(sock: socket.socket, deadline: float) -> None:
+        def exchange(stream):
             nonlocal done
-            header, sent = bytearray(REPLY.size), done
+            sent = done
             while done < len(headers):
                 if sent < len(headers) and sent - done <= WINDOW // 2:
                     more = headers[sent : done + WINDOW]
-                    send_all(sock, b"".join(more), b"", deadline)
+                    stream.write(b"".join(more))
                     sent += len(more)
-                recv_exact(sock, memoryview(header), deadline)
-                self._unconfirmed = 0
-                take(sock, done, ServerMetaMessage.deserialize(bytes(header)), deadline)
+                take(stream, done, self._reply(stream))
                 done += 1
 
         if headers:
             self._call(exchange)
 
-    def _call(self, exchange: Callable[[socket.socket, float], None]) -> None:
-        deadline = time.monotonic() + self.timeout_sec
-        if not self._lock.acquire(timeout=self.timeout_sec):
-            raise TimeoutError(f"{self.host}:{self.port}: another request was under way for {self.timeout_sec} s")
+    def _reply(self, stream):
+        while stream.have - stream.at < REPLY.size:
+            if not stream.more():
+                raise ConnectionError("server closed the connection")
+        reply = ServerMetaMessage.deserialize(stream.buffer[stream.at : stream.at + REPLY.size])
+        stream.at += REPLY.size
+        self._own.unconfirmed = 0
+        if reply.length < 0:
+            raise ValueError(f"{self.host}:{self.port} announces {reply.length} bytes")
+        return reply
+
+    def _call(self, exchange):
         try:
             for attempt in range(self.retries + 1):
                 if self._closed:
                     raise ConnectionError("this client is closed")
                 try:
-                    exchange(self._connected(deadline), deadline)
-                    return
+                    stream = self._connected()
+                    stream.begin()
+                    return exchange(stream)
                 except (ConnectionError, ssl.SSLError) as error:
                     self._disconnect()
                     if attempt == self.retries or self._closed:
                         raise ConnectionError(f"{self.host}:{self.port}: {error}") from error
-                    time.sleep(min(0.02 * 4**attempt, max(0.0, deadline - time.monotonic())))
+                    sleep(0.02 * 4**attempt)
         except BaseException:
             self._disconnect()  # half an exchange: the stream is out of step
             raise
-        finally:
-            if self._closed:
-                self._disconnect()
-            self._lock.release()
 
-    def _connected(self, deadline: float) -> socket.socket:
-        """The connection, made anew where the server has closed it."""
-        if self._sock is not None:
-            self._sock.settimeout(0)
-            try:
-                socket.socket.recv(self._sock, 1, socket.MSG_PEEK)  # of the bare socket, also with TLS
-                self._disconnect()  # closed, or bytes that nobody asked for
-            except BlockingIOError:
-                pass
-            except OSError:
+    def _connected(self):
+        """This thread's connection, made anew where the server has closed it."""
+        own = self._own
+        if own.is_new():
+            own.stream, own.unconfirmed, own.lost = None, 0, 0
+        if own.stream is not None:
+            waiting = select.poll()
+            waiting.register(own.stream.sock, select.POLLIN)
+            if waiting.poll(0):  # closed, or bytes that nobody asked for
                 self._disconnect()
-        if self._sock is None:
+        if own.stream is None:
             try:
-                sock = socket.create_connection((self.host, self.port), _left(deadline))
+                sock = socket.create_connection((self.host, self.port), self.timeout_sec)
+                own.stream = Stream(sock, self.timeout_sec)
+                self._streams.add(weakref.ref(own.stream, self._streams.discard))
+                own.stream.prepare(self.tls, server_hostname=self.host)
             except TimeoutError:
                 raise
-            except OSError as error:  # a name that cannot be resolved, a network that is not there
-                raise ConnectionError(str(error)) from error
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            try:
-                self._sock = self.tls.wrap_socket(sock, server_hostname=self.host) if self.tls else sock
-            except OSError as error:
-                sock.close()
-                raise ConnectionError(f"TLS handshake: {error}") from error
+            except OSError as error:  # a name that is not known, a TLS handshake that fails
+                raise ConnectionError(f"cannot connect: {error}") from error
             if self._closed:
                 raise ConnectionError("this client is closed")
-        return self._sock
+        return own.stream
 
-    def _disconnect(self) -> None:
-        self._lost, self._unconfirmed = self._lost + self._unconfirmed, 0
-        if self._sock is not None:
-            self._sock.close()
-            self._sock = None
+    def _disconnect(self):
+        own = self._own
+        own.lost, own.unconfirmed = own.lost + own.unconfirmed, 0
+        if own.stream is not None:
+            own.stream.sock.close()
+            own.stream = None
 
 
-def _request(command: int, key: CacheEngineKey | str | bytes, meta: RemoteMeta | None = None) -> bytes:
+def _request(command, key, meta=None):
     length, fmt, dtype, shape = meta or (0, MemoryFormat.KV_2LTD, 2, (0, 0, 0, 0))
     return ClientMetaMessage(command, key, length, fmt, dtype, shape).serialize()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+def connect_remote(config: LMCacheEngineConfig, timeout_sec: float = 5.0) -> RemoteClient | None:
+    """The client of what config.remote_url names, or None. For lms:// the PEM files are
+    extra_config's remote_tls_cert, remote_tls_key and remote_tls_ca."""
+    if config.remote_url is None:
+        return None
+    extra = config.extra_config or {}
+    files = [extra.get(f"remote_tls_{name}") for name in ("cert", "key", "ca")]
+    tls = tls_of(*files, False)  # type: ignore[call-arg]
+    return RemoteClient(config.remote_url, timeout_sec, tls=tls)
+
+
+# --------------------------------------------------------------------------------------------------
+# What an engine keeps of a remote below its own store
+
+ANSWER_SEC = 0.5  # a lookup waits no longer for the remote
+BACKOFF_SEC = 1.0  # a remote that failed is left alone for so long, then twice as long, ...
+MAX_BACKOFF_SEC = 30.0
+RECHECK_SEC = 2.0  # a chunk is sent, or asked for again, at most so often
+BATCH_CHUNKS = 16  # that leave in one go
+FLUSH_NAMES = 1 << 14  # chunks of which flush() can tell
+
+
+class RemoteTier:
+    """Asks a remote for what the engine's store has not, and sends it what is new, in the
+    background. Whatever the remote does, or does not, is a miss; after a fault nobody waits for it:
+    it is left alone, longer each time, and asked in the background whether it is well again.
+
+    remote: exists_many(keys) -> [bool], get_many(keys, fill), put_many(items), flush(). Its outbox
+    holds chunks in use, at most half the store's memory; what finds no room in it is the tail of a
+    prompt."""
+
+    def __init__(self, engine, remote):
+        self._engine, self._store, self._names = engine, engine.chunks, engine.names
+        self._remote, self._log, self._pid = remote, RareLog(logger), os.getpid()
+        self._backoff_sec, self._retry_at = (
+            BACKOFF_SEC / 2,
+            0.0,
+        )  # 0 where it is well: not known yet
+        self._outbox, self._outbox_bytes = deque(), 0  # (key, chunk in use, was it sent before)
+        self._named, self._count_named = deque(maxlen=FLUSH_NAMES), 0  # names meant for the remote
+        self._heard = threading.local()  # of them, how many a thread heard of at flush()
+        self._ready = threading.Condition()  # of the outbox
+        self._questions = queue.SimpleQueue()  # (keys, Future)
+        self._closed = False
+        self._threads = Service("remote-writer", self._write), Service("remote-asker", self._answer)
+        self._ask([])
+
+    # -- is it well?
+
+    def _is_well(self):
+        if self._pid != os.getpid():  # a forked process: it has not our threads
+            self._store.release(chunk for _, chunk, _ in self._outbox)
+            self.__init__(self._engine, self._remote)
+        return not self._backoff_sec
+
+    def _failed(self, error):
+        self._engine.count(remote_errors=1)
+        ours = isinstance(error, ValueError)  # a key too long: not the remote's fault
+        if not ours and monotonic() >= self._retry_at:  # several faults at once count as one
+            self._backoff_sec = min(max(2 * self._backoff_sec, BACKOFF_SEC), MAX_BACKOFF_SEC)
+            self._retry_at = monotonic() + self._backoff_sec
+        self._log(type(error).__name__, "remote failed, left alone for a while: %r", error)
+
+    def _try(self, ask, otherwise):
+        if not self._is_well():
+            self._engine.count(remote_skipped=1)
+            return otherwise
+        try:
+            return ask()
+        except Exception as error:
+            self._failed(error)
+            return otherwise
+
+    # -- lookups
+
+    def leading(self, keys):
+        """How many leading ones of these the remote has; for it that is a use of each."""
+        return self._try(lambda: self._ask(keys), 0)
+
+    def touch(self, keys):
+        """The same, and nobody waits for the answer."""
+        if self._is_well() and keys:
+            self._questions.put((keys, Future()))
+
+    def _ask(self, keys):
+        question = Future()
+        self._questions.put((keys, question))
+        try:
+            return question.result(ANSWER_SEC) or 0
+        except TimeoutError as error:
+            self._failed(error)
+            return 0
+
+    def _answer(self):
+        """A step of the asker: a question, or whether a remote that failed is well again."""
+        try:
+            keys, question = self._questions.get(timeout=0.1)
+        except queue.Empty:
+            if not self._backoff_sec or monotonic() < self._retry_at:
+                return
+            keys, question = [], Future()
+        try:
+            question.set_result(self._count_leading([self._names.text(key) for key in keys]))
+            self._backoff_sec = 0.0
+        except Exception as error:
+            self._failed(error)
+            question.set_result(0)
+
+    def _count_leading(self, texts):
+        asked = texts or [self._names.text(0)]
+        answers = self._remote.exists_many(asked[::-1])  # tail first, see ChunkStore._release
+        return len(list(takewhile(bool, answers[::-1]))) if len(answers) == len(texts) else 0
+
+    # -- retrieves
+
+    def fetch(self, wanted, keys, lengths, here):
+        """Gets chunks keys[i], of lengths[i] tokens, for each wanted i, into here[i], in use: kept
+        in the store, or loose where there is no room for them."""
+
+        def fill(number, meta, receive):
+            index, store, local = wanted[number], self._store, self._engine.config.local_cpu
+            if meta != (expected := self._names.meta(lengths[index])):
+                self._log("other", "the remote has another chunk: %s, not %s", meta, expected)
+                return
+            chunk = (local and store.reserve(meta.length)) or store.loose(meta.length)
+            try:
+                store.fill(chunk, receive)
+            except BaseException:
+                store.abandon(chunk)
+                raise
+            chunk.meta, chunk.known_at = lengths[index], monotonic()
+            here[index] = store.commit(keys[index], chunk, keep=True)
+
+        texts = [self._names.text(keys[index]) for index in wanted]
+        self._try(lambda: self._remote.get_many(texts, fill), None)
+
+    # -- stores
+
+    def send(self, keys, chunks):
+        """Puts a prompt's chunks, in its order, in the outbox, but those that were there a moment
+        ago; how many of the new ones found no room."""
+        self._is_well()
+        now, taken, dropped = monotonic(), deque(), 0
+        with self._ready:
+            for key, chunk in zip(keys, chunks, strict=True):
+                if chunk is None or now < chunk.known_at + RECHECK_SEC:
+                    continue
+                known, size = chunk.known_at > 0, chunk.nbytes
+                if not known:
+                    self._named.append(self._names.text(key))
+                    self._count_named += 1
+                full = self._outbox_bytes + size > self._store.max_bytes // 2
+                if dropped or full or self._closed:  # its tail is dropped, too
+                    dropped += not known
+                    continue
+                chunk.known_at = now
+                self._outbox_bytes += size
+                self._store.hold(chunk)
+                taken.appendleft((key, chunk, known))
+            self._outbox.extend(taken)
+            self._ready.notify()
+        self._engine.count(remote_dropped=dropped)
+        return dropped
+
+    def _write(self):
+        """A step of the writer: a batch out of the outbox."""
+        with self._ready:
+            self._ready.wait_for(lambda: self._outbox, 0.1)
+            batch = [self._outbox.popleft() for _ in range(min(len(self._outbox), BATCH_CHUNKS))]
+        try:
+            put = self._try(lambda: self._put(batch), None) if batch else 0
+            lost = sum(not known for _, _, known in batch) if put is None else 0
+            self._engine.count(remote_puts=put or 0, remote_dropped=lost)
+        finally:
+            self._let_go(batch)
+
+    def _put(self, batch):
+        """What was sent before is only asked for: so what the remote has lost comes back."""
+        asked = [self._names.text(key) for key, _, known in batch if known]
+        answers = self._remote.exists_many(asked) if asked else []
+        there = {text for text, found in zip(asked, answers, strict=True) if found}
+        items = [
+            (text, self._names.meta(chunk.meta), self._store.pieces(chunk))
+            for key, chunk, _ in batch
+            if (text := self._names.text(key)) not in there
+        ]
+        if items:
+            self._remote.put_many(iter(items))
+            self._remote.flush()  # on the same connection: from here on others see it
+        return len(items)
+
+    def _let_go(self, batch):
+        self._store.release(chunk for _, chunk, _ in batch)
+        with self._ready:
+            self._outbox_bytes -= sum(chunk.nbytes for _, chunk, _ in batch)
+            self._ready.notify_all()
+
+    def flush(self, timeout_sec):
+        """Waits for the outbox; whether the remote has all that this thread has not heard of."""
+        self._is_well()
+        with self._ready:
+            emptied = self._ready.wait_for(lambda: not self._outbox_bytes, timeout_sec)
+            new = min(self._count_named - getattr(self._heard, "named", 0), len(self._named))
+            texts = list(self._named)[len(self._named) - new :]
+            self._heard.named = self._count_named
+        answers = self._try(lambda: self._remote.exists_many(texts), [False])
+        return emptied and all(answers) and len(answers) >= len(texts)
+
+    def close(self, timeout_sec):
+        """Hands over what is in the outbox, if the remote is well, and ends the threads."""
+        with self._ready:
+            well = self._is_well()
+            self._ready.wait_for(lambda: not (well and self._outbox_bytes), timeout_sec)
+        self._closed = True
+        for thread in self._threads:
+            thread.close()
+        with self._ready:
+            dropped, self._outbox = self._outbox, deque()
+        self._engine.count(remote_dropped=len(dropped))
+        self._let_go(dropped)
+
+
+# --------------------------------------------------------------------------------------------------
 # The script
 
 
-def demo() -> int:
-    """A server and a client in one process: put, get, a miss, many at once, eviction."""
-    with LMCacheServer("127.0.0.1", 0, max_bytes=4 << 20) as server:
+def memory_limit():
+    """Bytes that this machine, or the cgroup that we are in, has."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in ("memory.max", "memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # "max" is none
+            limits.append(int(Path("/sys/fs/cgroup", file).read_text()))
+    return min(limits)
+
+
+def demo():
+    """A server and a client in one process: put, get, evict."""
+    with LMCacheServer("127.0.0.1", 0, max_bytes=8 << 20) as server:
         threading.Thread(target=server.run, daemon=True).start()
         with RemoteClient(f"lm://127.0.0.1:{server.port}") as client:
-            keys = [f"toy@1@0@{number:x}@bfloat16" for number in range(1, 7)]
-            chunks = [torch.randn(2, 8, 256, 128).to(torch.bfloat16) for _ in keys]  # [2, L, T, H*D], 1 MiB each
-            client.put(keys[0], chunks[0])
-            meta, data = client.get(keys[0]) or (None, b"")
-            same = torch.equal(torch.frombuffer(data, dtype=torch.bfloat16).view(chunks[0].shape), chunks[0])
+            keys, chunk = [f"{number}" for number in range(6)], torch.randn(2, 8, 256, 128)  # 2 MiB
+            for key in keys:
+                client.put(key, chunk)  # [2, L, T, H*D]
+            meta, data = client.get("5")
+            same = torch.equal(torch.frombuffer(data, dtype=torch.float32), chunk.flatten())
             print(f"put, get   {meta}: equal {same}")
-            print(f"a miss     {client.get('toy@1@0@ff@bfloat16')}")
-            for key, chunk in zip(keys, chunks, strict=True):
-                client.put(key, chunk)
-            print(f"evict      6 chunks of 1 MiB into a budget of 4 MiB: {client.exists_many(keys)}")
-            print(f"stats      {client.stats()}")
+            print(f"evict      6 chunks of 2 MiB into 8 MiB: {client.exists_many(keys)}")
     return 0 if same else 1
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="A TCP cache server for KV chunks, LMCache's protocol.")
-    parser.add_argument("host", help="address to listen on, or with --stats to ask; e.g. 127.0.0.1, 0.0.0.0, ::1")
-    parser.add_argument("port", type=int, help="0 picks a free one")
-    parser.add_argument("device", nargs="?", default="cpu", help="where chunks live: cpu (default), cuda, cuda:N")
-    parser.add_argument("--max-gib", type=float, default=5.0, help="GiB of chunks, fractions too (default %(default)s)")
-    parser.add_argument("--max-clients", type=int, default=1024, help="connections at once (default %(default)s)")
-    parser.add_argument("--stall-sec", type=float, default=30.0, help="for half a request (default %(default)s)")
-    parser.add_argument("--stats", action="store_true", help="print a running server's figures; exit 0 if it is well")
+def arguments():
+    parser = argparse.ArgumentParser(description="A TCP cache server, LMCache's protocol.")
+    add = parser.add_argument
+    add("host", help="address to listen on, or to ask; e.g. 127.0.0.1, 0.0.0.0, ::1")
+    add("port", type=int, help="0 picks a free one")
+    add("device", nargs="?", default="cpu", help="where chunks live: cpu (default), cuda, cuda:N")
+    add("--max-gib", type=float, default=5.0, help="GiB of chunks, fractions too (%(default)s)")
+    add("--max-clients", type=int, default=1024, help="connections at once (%(default)s)")
+    add("--stall-sec", type=float, default=30.0, help="for half a request (%(default)s)")
+    add("--eviction", default="lru", choices=POLICIES, help="which chunks go first (%(default)s)")
+    add("--stats", action="store_true", help="a running server's figures; exit 0 if it is well")
+    add("--prometheus", action="store_true", help="with --stats: as Prometheus reads them")
+    add("--clear", action="store_true", help="remove every key from a running server")
+    add("--delete", metavar="KEY", help="remove one; exit 1 if the server has it not")
     for name in ("cert", "key", "ca"):
-        parser.add_argument(f"--tls-{name}", metavar="PEM", help="all three: mutual TLS, lms://")
+        add(f"--tls-{name}", metavar="PEM", help="all three: mutual TLS, lms://")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if list(argv) == ["--demo"]:
         return demo()
+    parser = arguments()
     args = parser.parse_args(argv)
-    files = [args.tls_cert, args.tls_key, args.tls_ca]
-    if any(files) and not all(files):
-        parser.error("--tls-cert, --tls-key and --tls-ca go together")
+    asking = args.stats or args.clear or args.delete
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        tls = tls_context(files[0], files[1], files[2], not args.stats) if all(files) else None
-        if args.stats:
-            return _print_stats(args.host, args.port, tls)
-        if not args.max_gib > 0 or args.max_gib > 2**20:
+        tls = tls_of(args.tls_cert, args.tls_key, args.tls_ca, server_side=not asking)
+        if asking:
+            return ask(args, tls)
+        if not 0 < args.max_gib <= 2**20:
             raise ValueError(f"--max-gib {args.max_gib} must be above 0, and at most {2**20}")
-        server = LMCacheServer(
-            args.host, args.port, args.device, int(args.max_gib * 2**30), args.max_clients, args.stall_sec, tls
-        )
+        server = LMCacheServer(args.host, args.port, args.device, int(args.max_gib * 2**30),
+                               args.max_clients, args.stall_sec, tls, args.eviction)  # fmt: skip
     except (ValueError, OSError, MemoryError) as error:
         parser.error(str(error))
     with server:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: _stop(server))
-        where = f"[{server.host}]" if ":" in server.host else server.host
-        scheme = "lms" if tls else "lm"
-        logger.info("listening on %s://%s:%d, device %s, budget %d bytes", scheme, where, server.port,
-                    server.store.device, server.store.max_bytes)  # fmt: skip
+        for number in (signal.SIGINT, signal.SIGTERM):  # a handler may not wait for a lock
+            signal.signal(number, lambda *_: threading.Thread(target=server.close).start())
+        url, device = url_of(server.host, server.port, tls), server.store.device
+        logger.info("listening on %s, device %s, budget %.3g GiB", url, device, args.max_gib)
+        if device.type == "cpu" and server.store.max_bytes > memory_limit():
+            limit_gib = memory_limit() / 2**30
+            logger.warning("the budget is above this machine's or its cgroup's %.3g GiB", limit_gib)
         if tls is None and not re.fullmatch(r"127\..*|::1", server.host):
             logger.warning("no TLS: anyone who reaches this port can read and write the cache")
         server.run()
@@ -885,16 +1175,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _stop(server: LMCacheServer) -> None:
-    threading.Thread(target=server.close, name="stop").start()  # not in the signal handler: it may hold the lock
+def url_of(host, port, tls):
+    return f"{'lms' if tls else 'lm'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _print_stats(host: str, port: int, tls: ssl.SSLContext | None) -> int:
-    url = f"{'lms' if tls else 'lm'}://{f'[{host}]' if ':' in host else host}:{port}"
+def ask(args, tls):
+    """--stats, --clear, --delete: the exit status."""
+    url = url_of(args.host, args.port, tls)
     try:
         with RemoteClient(url, timeout_sec=2.0, tls=tls) as client:
-            for name, value in client.stats().items():
-                print(f"{name:16} {value}")
+            if args.clear:
+                client.clear()
+            if args.delete and not client.delete(args.delete):
+                return 1
+            for name, value in client.stats().items() if args.stats else ():
+                print(f"lmcache_{name} {value}" if args.prometheus else f"{name:16} {value}")
         return 0
     except (OSError, ValueError) as error:
         print(f"{url}: {error}", file=sys.stderr)

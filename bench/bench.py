@@ -185,8 +185,12 @@ def server(kind: str, max_bytes: int = 3 << 30, warm: bool = True) -> Iterator[i
                 break
             except ConnectionRefusedError:
                 time.sleep(0.05)
-        while warm and kind == "ours" and resident_bytes(process.pid) < 0.98 * max_bytes:
-            time.sleep(0.05)  # the floor has touched all its memory too
+        if warm and kind == "ours":  # the floor has touched all its memory too
+            with RemoteClient(f"lm://127.0.0.1:{port}", timeout_sec=60) as client:
+                for number in range(max_bytes // (32 * MIB)):
+                    client.put(f"{number}", bytes(32 * MIB))
+                client.flush()
+                client.clear()
         yield port
     finally:
         process.kill()

@@ -5,6 +5,11 @@ CHUNK is 4 tokens, and a prompt of 16 has four chunks. Slots are those of the to
 blocks of 4.
 """
 
+import io
+import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import (
     CHUNK_BYTES,
+    ROOT,
     client_of,
     config,
     kv,
@@ -24,11 +30,14 @@ from toys import (
     put_prompt,
     range_of,
     running_server,
+    silent_server,
+    threads_named,
     wait_for,
 )
 
+import remote_server
 from engine import ENGINE_COUNTERS, LMCacheEngine, MemoryFormat, PagedKVCache
-from remote_server import RemoteClient
+from remote_server import RemoteClient, connect_remote
 
 PROMPT = list(range(100, 116))
 OTHER = list(range(500, 516))
@@ -118,7 +127,8 @@ def test_a_chunk_that_is_present_is_not_copied_again(engine):
 def test_partial_chunks(unfull, stored, hits):
     """LM#2206: chunk 256; 300 tokens, the same again, 256 shared and 44 others. Partial hits only
     at its length."""
-    with new_engine(4096, chunk_size=256, save_unfull_chunk=unfull) as engine:
+    shape = dict(kv_shape=(2, 2, 256, 2, 4))
+    with new_engine(4096, meta=shape, chunk_size=256, save_unfull_chunk=unfull) as engine:
         pages = [torch.randn(2, 100, 4, 2, 4) for _ in range(2)]
         engine.register_kv_caches(pages, "2BNHD")
         same, mixed = list(range(300)), [*range(256), *range(1000, 1044)]
@@ -163,7 +173,7 @@ def test_by_hash(engine):
 
 
 @pytest.mark.parametrize(
-    "some", [[bytes(range(32)), bytes(32)], [-1, -(2**63)], [2**63, 2**64 - 1], [0, b"\0"]]
+    "some", [[bytes(range(32)), bytes(32)], [-1, -(2**63)], [2**63, 2**64 - 1], [0, bytes(9)]]
 )
 def test_hashes_of_every_kind(engine, some):
     """LM#2997, VA#13602."""
@@ -171,12 +181,22 @@ def test_hashes_of_every_kind(engine, some):
     assert engine.lookup(hashes=some, offsets=[4, 2]) == 6
 
 
+@pytest.mark.parametrize("size", [0, 1, 8])
+def test_a_digest_of_up_to_8_bytes_is_refused(size, engine):
+    """At a remote it would have the name of an int."""
+    good = dict(hashes=[bytes(size)], offsets=[4])
+    for act in (engine.store, engine.retrieve):
+        with pytest.raises(ValueError, match="hashes"):
+            act(**good, slot_mapping=range(4))
+    with pytest.raises(ValueError, match="hashes"):
+        engine.lookup(**good)
+
+
 def test_tags_are_names_of_their_own(engine):
-    """LM#3301: 1,000 images in request_configs are 1,000 keys, and other entries name nothing."""
-    assert (
-        len({engine._key(1, {"lmcache.tag.image": f"{n}"}).to_string() for n in range(1000)})
-        == 1000
-    )
+    """LM#3301: 60 images in request_configs are 60 keys, and other entries name nothing."""
+    for number in range(60):
+        put_prompt(engine, PROMPT[:4], request_configs={"lmcache.tag.image": f"{number}"})
+    assert len(engine.chunks.keys()) == 60
     ann, bob = {"lmcache.tag.user": "ann", "temperature": 1}, {"lmcache.tag.user": "bob"}
     put_prompt(engine, PROMPT, request_configs=ann)
     assert [engine.lookup(PROMPT, request_configs=configs) for configs in (ann, bob, None)] == [
@@ -194,7 +214,8 @@ def test_tags_are_names_of_their_own(engine):
     "arguments",
     [dict(slot_mapping=None), dict(slot_mapping=[0] * 15), dict(slot_mapping=[-1] * 16),
      dict(slot_mapping=[256] * 16),
-     dict(slot_mapping=[0.5] * 16), dict(slot_mapping="x" * 16), dict(slot_mapping=[[0] * 16]),
+     dict(slot_mapping=[0.5] * 16), dict(slot_mapping="x" * 16),
+     dict(slot_mapping=[[0] * 16]),
      dict(slot_mapping=[2**70] * 16), dict(kvcaches=[torch.zeros(1)] * 2),
      dict(request_configs=[1]),
      dict(request_configs={"lmcache.tag.a": "b@c"}),
@@ -225,7 +246,18 @@ def test_counters_move_once(engine):
     moved = {
         name: after[name] - before[name] for name in ENGINE_COUNTERS if after[name] != before[name]
     }
-    assert moved == {"lookups": 1, "lookup_tokens": 512, "hit_tokens": 256}
+    assert moved == {"lookups": 1, "lookup_tokens": 512, "hit_tokens": 256, "hits": 1}
+
+
+def test_hits_and_misses_count_lookups(engine):
+    """LM#405, LM#2574: 10 that hit, in part too, and 5 that miss."""
+    put_prompt(engine, PROMPT)
+    for number in range(10):
+        engine.lookup(PROMPT[: 4 + number])
+    for _ in range(5):
+        engine.lookup(OTHER)
+    stats = engine.stats()
+    assert (stats["hits"], stats["misses"], stats["lookups"]) == (10, 5, 15)
 
 
 # -- eviction and pins
@@ -328,6 +360,41 @@ def test_hashes_are_stored_all_or_none():
         )
 
 
+@pytest.mark.parametrize("lengths", [[4] * 65, [4] * 50 + [1, 2, 3] * 25], ids=["one", "mixed"])
+def test_an_offload_that_finds_no_room_leaves_all_as_it_was(lengths):
+    """65 chunks, or as many of several lengths, where there is room for 64."""
+    with new_engine(64) as engine:
+        for first in range(0, 256, 16):
+            put_prompt(engine, range_of(first, 16))
+        before, keys = engine.stats(), engine.chunks.keys()
+        with pytest.raises(MemoryError):
+            slots = [number % 256 for number in range(sum(lengths))]
+            engine.store(hashes=range_of(1, len(lengths)), offsets=lengths, slot_mapping=slots)
+        moved = {name for name, value in engine.stats().items() if value != before[name]}
+        assert moved == {"rejected"} and engine.chunks.keys() == keys and len(keys) == 64
+
+
+@pytest.mark.parametrize("by", ["tokens", "hashes"])
+@pytest.mark.parametrize("when", ["before", "during the copy"])
+def test_what_is_too_late_is_not_stored(by, when, engine, monkeypatch):
+    """Whoever asked for it has given up, and its pages may be another's."""
+    deadline, gather = time.monotonic() + 0.05 * (when != "before"), PagedKVCache.gather
+
+    def slow(*arguments):
+        gather(*arguments)
+        time.sleep(max(0.0, deadline + 0.001 - time.monotonic()))
+
+    monkeypatch.setattr(PagedKVCache, "gather", slow)
+    more = dict(slot_mapping=range(4), deadline=deadline)
+    if by == "tokens":
+        assert engine.store(PROMPT[:4], **more) == 0
+    else:
+        with pytest.raises(TimeoutError):
+            engine.store(hashes=[1], offsets=[4], **more)
+    assert engine.stats()["bytes_used"] == engine.stats()["in_use"] == 0
+    assert engine.store(PROMPT[:4], slot_mapping=range(4), deadline=time.monotonic() + 60) == 4
+
+
 def test_a_prompt_over_the_capacity_is_stored_as_far_as_it_fits():
     with new_engine(3) as engine:
         assert put_prompt(engine, PROMPT) == engine.lookup(PROMPT) == back(engine, PROMPT) == 12
@@ -378,13 +445,11 @@ def test_mla_rank_0_stores_for_all():
     (True, {}, True), (True, {"save_only_first_rank": False}, False),
     (False, {"save_only_first_rank": True}, False)])  # fmt: skip
 def test_save_only_first_rank_is_for_mla(mla, extra, alone):
-    if mla:
-        with mla_engine(1, **extra) as engine:
-            assert engine.save_only_first_rank == alone
-            assert engine.store(PROMPT, slot_mapping=range_of(0, 16)) == (0 if alone else 16)
-    else:
-        with new_engine(extra_config=extra) as engine:
-            assert engine.save_only_first_rank == alone
+    """Else every rank stores its own."""
+    second = dict(world_size=2, worker_id=1)
+    made = mla_engine(1, **extra) if mla else new_engine(meta=second, extra_config=extra)
+    with made as engine:
+        assert engine.store(PROMPT, slot_mapping=range_of(0, 16)) == (0 if alone else 16)
 
 
 def test_blending_hits_in_any_order():
@@ -555,7 +620,7 @@ def test_here_there_and_here_again(server):
         engine.lookup_unpin("id")
         assert back(engine, PROMPT) == 16
         assert engine.stats()["bytes_used"] == 4 * CHUNK_BYTES
-        assert all(chunk.refs == 0 for chunk in engine.chunks._chunks.values())
+        assert engine.stats()["in_use"] == 0
 
 
 def test_the_remote_too_loses_the_tail_first():
@@ -661,7 +726,7 @@ def test_whatever_the_remote_raises_is_a_miss(fault):
         stats = engine.stats()
         assert remote.asked == stats["remote_errors"] == 1 and stats["remote_skipped"] > 0
         assert stats["remote_dropped"] == 4
-        assert all(chunk.refs == 0 for chunk in engine.chunks._chunks.values())
+        assert engine.stats()["in_use"] == 0
 
 
 class SlowRemote:
@@ -669,6 +734,12 @@ class SlowRemote:
 
     def __init__(self):
         self.entered, self.gate, self.sent = threading.Event(), threading.Event(), []
+
+    def exists_many(self, keys):
+        return [False] * len(keys)
+
+    def get_many(self, keys, fill):
+        pass
 
     def put_many(self, items):
         self.entered.set()
@@ -702,6 +773,331 @@ def test_what_the_outbox_still_holds_at_close_is_let_go_and_counted():
         opener.start()
         engine.close(timeout_sec=0.05)
         opener.join()
-        assert wait_for(lambda: not engine._writer.is_alive())
+        assert wait_for(lambda: not threads_named("remote-writer"))
         stats = engine.stats()
         assert (stats["remote_puts"], stats["remote_dropped"], stats["bytes_used"]) == (1, 4, 0)
+
+
+class DictRemote:
+    """A remote in a dict. got: the keys that were fetched; before(name), if set, runs at the start
+    of every call; extra: answers too many, or too few where it is negative."""
+
+    def __init__(self):
+        self.held, self.got, self.before, self.extra = {}, [], lambda name: None, 0
+
+    def exists_many(self, keys):
+        self.before("exists_many")
+        answers = [key in self.held for key in keys] + [True] * self.extra
+        return answers[: len(keys) + self.extra]
+
+    def get_many(self, keys, fill):
+        self.before("get_many")
+        for index, key in enumerate(keys[: len(keys) + self.extra]):
+            if key in self.held:
+                self.got.append(key)
+                meta, data = self.held[key]
+                fill(index, meta, io.BytesIO(data).readinto)
+        for index in range(len(keys), len(keys) + self.extra):
+            fill(index, meta, io.BytesIO(data).readinto)
+
+    def put_many(self, items):
+        self.before("put_many")
+        for key, meta, pieces in items:
+            self.held[key] = meta, b"".join(map(bytes, pieces))
+
+    def flush(self):
+        self.before("flush")
+
+
+@pytest.fixture
+def dict_remote():
+    """One that holds PROMPT as the pages of `dict_remote.pages` had it at slots 0..15."""
+    remote = DictRemote()
+    with new_engine(remote=remote) as engine:
+        put_prompt(engine, PROMPT)
+        assert engine.flush() and len(remote.held) == 4
+        remote.pages = engine.pages
+        yield remote
+
+
+def fetched(engine, pages, count=16, tokens=PROMPT):
+    """Whether a retrieve brings so many leading tokens of what was stored from these pages."""
+    written = engine.retrieve(tokens, slot_mapping=range(len(tokens)))
+    assert written.tolist() == [number < count for number in range(len(tokens))]
+    return torch.equal(kv(engine.pages, range(count)), kv(pages, range(count)))
+
+
+def test_flush_is_true_only_where_the_remote_has_it():
+    """A server whose budget is too small for one chunk refuses each, and has no reply to a PUT."""
+    with running_server(max_bytes=CHUNK_BYTES // 2) as server, client_of(server) as client:
+        with new_engine(remote=client) as engine:
+            put_prompt(engine, PROMPT)
+            assert not engine.flush() and not client.list_keys()
+            assert engine.flush()  # nothing was stored since
+
+
+def test_every_thread_hears_of_a_lost_store():
+    """And each of them once."""
+    remote = DictRemote()
+    with new_engine(remote=remote) as engine, ThreadPoolExecutor(1) as pool:
+        remote.put_many = lambda items: [*items]  # taken, and lost
+        put_prompt(engine, PROMPT)
+        for wanted in (False, True):
+            assert engine.flush() == pool.submit(engine.flush).result(10) == wanted
+
+
+def test_what_finds_no_room_in_the_outbox_is_the_tail(server):
+    """Room for 64 chunks, an outbox of 32, a prompt of 33: another worker finds the first 32."""
+    with client_of(server) as one, client_of(server) as two, new_engine(remote=one) as engine:
+        assert put_prompt(engine, range_of(0, 132)) == 132
+        assert not engine.flush() and engine.stats()["remote_dropped"] == 1
+        with new_engine(remote=two) as other:
+            assert other.lookup(range_of(0, 132)) == 128
+
+
+@pytest.mark.parametrize("act", ["store", "lookup"])
+def test_what_the_remote_lost_comes_back(act, server, monkeypatch):
+    """At most once in RECHECK_SEC it is asked whether it still has them."""
+    with client_of(server) as client, new_engine(remote=client) as engine:
+        again = engine.lookup if act == "lookup" else lambda tokens: put_prompt(engine, tokens)
+        put_prompt(engine, PROMPT)
+        assert engine.flush() and len(client.list_keys()) == 4
+        client.clear()
+        for _ in range(50):
+            again(PROMPT)
+        assert not client.list_keys()
+        monkeypatch.setattr(remote_server, "RECHECK_SEC", 0.0)
+        again(PROMPT)
+        assert wait_for(lambda: len(client.list_keys()) == 4)
+        assert engine.stats()["remote_puts"] == 8
+
+
+@pytest.mark.parametrize("pinned", [0, 2, 4])
+def test_a_lookup_promises_what_a_retrieve_can_keep(pinned, dict_remote):
+    """Also where some, or all, of the room here is pinned."""
+    with new_engine(4, remote=dict_remote) as engine:
+        put_prompt(engine, OTHER[: 4 * pinned])
+        engine.lookup(OTHER, lookup_id="other", pin=True)
+        assert engine.stats()["pinned_chunks"] == pinned
+        assert engine.lookup(PROMPT, lookup_id="id", pin=True) == 16
+        assert fetched(engine, dict_remote.pages)
+        stats = engine.stats()
+        assert stats["in_use"] == stats["pinned_chunks"] == pinned and len(dict_remote.got) == 4
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
+def test_blending_and_chunked_engines_share_no_names(algorithm, monkeypatch):
+    """One remote for both; a segment of a chunk's tokens is not the chunk."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    remote, extra = DictRemote(), {"blend_special_token_ids": [9]}
+    kind = dict(pre_caching_hash_algorithm=algorithm)
+    blending = kind | dict(enable_blending=True, extra_config=extra)
+    for mine, other in ((kind, blending), (blending, kind)):
+        remote.held.clear()
+        with new_engine(remote=remote, **mine) as engine, new_engine(remote=remote, **other) as two:
+            assert put_prompt(engine, PROMPT[:4]) == 4 and engine.flush() and remote.held
+            assert two.lookup(PROMPT[:4]) == 0 and engine.lookup(PROMPT[:4]) == 4
+
+
+@pytest.mark.parametrize("room", [1, 2, 4, 8, 64])
+def test_each_chunk_is_fetched_once(room):
+    """64 chunks at the remote, with room for few of them here."""
+    remote, tokens = DictRemote(), range_of(0, 256)
+    with new_engine(128, remote=remote) as engine:
+        put_prompt(engine, tokens)
+        assert engine.flush()
+        with new_engine(room, remote=remote) as other:
+            assert other.lookup(tokens) == 256 and fetched(other, engine.pages, 256, tokens)
+            assert sorted(remote.got) == sorted(remote.held) and len(remote.got) == 64
+            assert other.stats()["in_use"] == 0 and other.stats()["chunks"] == room
+
+
+def test_only_what_is_missing_is_fetched(server):
+    """15 of 16 chunks are here, and it is one of the middle that is not."""
+    remote, tokens = DictRemote(), range_of(0, 64)
+    with new_engine(remote=remote) as engine:
+        put_prompt(engine, tokens)
+        assert engine.flush()
+        engine.chunks.remove(engine.token_database.process_tokens(tokens)[7][2])
+        assert fetched(engine, engine.pages, 64, tokens) and len(remote.got) == 1
+
+
+def test_a_remote_that_hangs_keeps_nobody_waiting():
+    """LM#1938: it accepts and never answers. A lookup each 20 ms for 3 s: what is here, at
+    once, the first time too."""
+    with silent_server() as port, RemoteClient(f"lm://127.0.0.1:{port}", timeout_sec=5) as client:
+        with new_engine(remote=client) as engine:
+            put_prompt(engine, PROMPT[:8])
+            began, took = time.monotonic(), []
+            while time.monotonic() - began < 3.0:
+                asked = time.monotonic()
+                assert engine.lookup(PROMPT) == engine.lookup(PROMPT[:8]) == 8
+                took.append(time.monotonic() - asked)
+                time.sleep(0.02)
+            assert took[0] < 0.1 and sorted(took)[-2] < 0.1 and sum(took) < 1.5
+            assert back(engine, PROMPT) == 8 and not engine.flush(0.1)
+            client.close()  # what waits for its answer ends
+
+
+@pytest.mark.parametrize("what", ["exists_many", "get_many", "put_many"])
+def test_a_remote_that_is_well_again_is_used_again(what, dict_remote):
+    """It is asked in the background; nobody has to try."""
+    faults = ["once"]
+
+    def fail(name):
+        if name == what and faults:
+            faults.pop()
+            raise ConnectionError("gone")
+
+    with new_engine(remote=dict_remote) as engine:
+        dict_remote.before = fail
+        engine.lookup(PROMPT)
+        engine.retrieve(PROMPT, slot_mapping=range(16))
+        put_prompt(engine, OTHER)
+        engine.flush(1.0)
+        engine.clear()
+        assert not faults and engine.stats()["remote_errors"] == 1
+        assert wait_for(lambda: engine.lookup(PROMPT) == 16) and fetched(engine, dict_remote.pages)
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["gather", "scatter"])
+def test_ctrl_c_in_a_copy_leaves_nothing_in_use(where, engine, monkeypatch):
+    put_prompt(engine, PROMPT)
+    monkeypatch.setattr(PagedKVCache, where, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        put_prompt(engine, OTHER) if where == "gather" else back(engine, PROMPT)
+    with pytest.raises(KeyboardInterrupt):
+        act = engine.store if where == "gather" else engine.retrieve
+        chunk_hash = 7 if where == "gather" else engine.chunks.keys()[-1]
+        act(hashes=[chunk_hash], offsets=[4], slot_mapping=range(4))
+    stats = engine.stats()
+    assert (stats["in_use"], stats["chunks"], stats["bytes_used"]) == (0, 4, 4 * CHUNK_BYTES)
+
+
+@pytest.mark.parametrize("pin", [False, True])
+def test_ctrl_c_while_the_remote_is_asked(pin, dict_remote):
+    """The first chunk is here, the question is on its way."""
+    with new_engine(remote=dict_remote) as engine:
+        put_prompt(engine, PROMPT[:4])
+        assert engine.flush()
+        asked = threading.Event()
+
+        def press(name):
+            if not asked.is_set():
+                asked.set()
+                signal.raise_signal(signal.SIGINT)
+                time.sleep(0.1)
+
+        dict_remote.before = press
+        with pytest.raises(KeyboardInterrupt):
+            engine.lookup(PROMPT, lookup_id="id", pin=pin)
+        assert engine.stats()["in_use"] == engine.stats()["pins"] == 0
+        assert wait_for(lambda: engine.lookup(PROMPT) == 16)
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_ctrl_c_in_a_fetch(at, dict_remote, monkeypatch):
+    """Before the first chunk, and with two of four received."""
+    with new_engine(remote=dict_remote) as engine:
+        get_many = dict_remote.get_many
+
+        def broken_off(keys, fill):
+            get_many(keys[:at], fill)
+            fill(at, dict_remote.held[keys[at]][0], interrupt)
+
+        monkeypatch.setattr(dict_remote, "get_many", broken_off)
+        with pytest.raises(KeyboardInterrupt):
+            engine.retrieve(PROMPT, slot_mapping=range(16))
+        stats = engine.stats()
+        assert (stats["in_use"], stats["bytes_used"]) == (0, at * CHUNK_BYTES)
+
+
+@pytest.mark.parametrize("extra", [-1, 1])
+def test_a_remote_that_answers_one_item_too_few_or_too_many(extra, dict_remote):
+    """No exception, nothing in use, and no more claimed than was written."""
+    with new_engine(remote=dict_remote) as engine:
+        dict_remote.extra = extra
+        assert engine.lookup(PROMPT, lookup_id="id", pin=True) in (0, 12, 16)
+        written = engine.retrieve(PROMPT, slot_mapping=range(16))
+        count = int(written.sum())
+        assert torch.equal(kv(engine.pages, range(count)), kv(dict_remote.pages, range(count)))
+        put_prompt(engine, [*PROMPT, *OTHER])
+        engine.flush(1.0)
+        engine.lookup_unpin("id")
+        assert wait_for(lambda: engine.stats()["in_use"] == 0)
+
+
+def test_local_cpu_false_keeps_nothing_here(dict_remote):
+    """Straight between the remote and the pages."""
+    with new_engine(remote=dict_remote, local_cpu=False) as engine:
+        assert engine.lookup(PROMPT, lookup_id="id", pin=True) == 16
+        assert fetched(engine, dict_remote.pages)
+        assert put_prompt(engine, OTHER) == 16 and engine.flush() and len(dict_remote.held) == 8
+        before = [page.clone() for page in engine.pages]
+        assert engine.lookup(OTHER) == 16
+        for page in engine.pages:
+            page.zero_()
+        assert fetched(engine, before, tokens=OTHER)
+        stats = engine.stats()
+        assert stats["chunks"] == stats["bytes_used"] == stats["pins"] == stats["in_use"] == 0
+    with new_engine(local_cpu=False) as alone:
+        assert put_prompt(alone, PROMPT) == alone.lookup(PROMPT) == 0
+
+
+def test_a_remote_url_that_nobody_connected_is_an_error_that_says_how(server):
+    url = f"lm://127.0.0.1:{server.port}"
+    line = "LMCacheEngine(config, metadata, remote=remote_server.connect_remote(config))"
+    with pytest.raises(ValueError, match=re.escape(line)):
+        LMCacheEngine(config(remote_url=url), metadata())
+    assert connect_remote(config()) is None
+    with connect_remote(config(remote_url=url)) as client:
+        with new_engine(remote=client, remote_url=url) as engine:
+            assert put_prompt(engine, PROMPT) == 16 and engine.flush()
+            assert len(client.list_keys()) == 4
+    with pytest.raises(ValueError, match="lms"):
+        connect_remote(config(remote_url="lms://127.0.0.1:1"))
+    with pytest.raises(ValueError, match="(?i)tls.*None, None, .?x"):
+        connect_remote(config(remote_url="lms://h:1", extra_config={"remote_tls_ca": "x"}))
+
+
+FORK = """
+import os, signal, sys
+sys.path[:0] = [".", "tests"]
+from toys import kv, new_engine, put_prompt, range_of
+from remote_server import RemoteClient, connect_remote
+signal.alarm(40)  # whoever hangs is killed by it, the child too
+def check(engine, first):
+    tokens, other = range_of(0, 16), range_of(first, 16)
+    for _ in range(40):
+        engine.clear()
+        assert engine.lookup(tokens) == 16
+        assert engine.retrieve(tokens, slot_mapping=range_of(16, 16)).all()
+        assert kv(engine.pages, range_of(16, 16)).equal(kv(engine.pages, range(16)))
+    assert put_prompt(engine, other) == 16 and engine.flush()
+    engine.clear()
+    assert engine.lookup(other) == 16
+with RemoteClient(f"lm://127.0.0.1:{sys.argv[1]}") as client, new_engine(remote=client) as engine:
+    put_prompt(engine, range_of(0, 16))
+    assert engine.flush()
+    child = os.fork()
+    signal.alarm(40)
+    if not child:
+        try:
+            check(engine, 1000)
+            engine.close()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    check(engine, 2000)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
+def test_an_engine_with_a_remote_after_a_fork(server):
+    """Parent and child at once: each its own connection, its own writer, its own bytes."""
+    command = [sys.executable, "-c", FORK, str(server.port)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=60)

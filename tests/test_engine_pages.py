@@ -253,10 +253,11 @@ def test_what_does_not_fit_is_refused(layout, kvcaches):
 @pytest.mark.parametrize("slots", [[-1], [B * N], [0, 2**40], [-(2**63)]])
 def test_slots_that_are_not_there(slots):
     kvcaches, meta = make("2BNHD", torch.float32)
-    with pytest.raises(
-        ValueError, match=f"slot {slots[-1]} is not in the paged cache; allowed: 0..{B * N - 1}"
-    ):
-        PagedKVCache(kvcaches, "2BNHD", meta).check_slots(torch.tensor(slots))
+    paged, what = PagedKVCache(kvcaches, "2BNHD", meta), slots[-1]
+    what = r"-1 \(padding\)" if what == -1 else what
+    text = f"slot {what} is not in the paged cache; allowed: 0..{B * N - 1}"
+    with pytest.raises(ValueError, match=text):
+        paged.slots_of(torch.tensor(slots), len(slots), 0, len(slots))
 
 
 def test_a_layout_seen_on_vllms_cpu_build():

@@ -1,6 +1,7 @@
 """The lookup server and its client: one answer to every request, in time, and never another's."""
 
 import contextlib
+import fcntl
 import os
 import socket
 import subprocess
@@ -15,11 +16,22 @@ import msgspec
 import pytest
 import torch
 import zmq
-from toys import ROOT, config, metadata, new_engine, put_prompt, range_of, wait_for
+from toys import (
+    ROOT,
+    config,
+    metadata,
+    new_engine,
+    put_prompt,
+    range_of,
+    silent_path,
+    threads_named,
+    wait_for,
+)
 
+import lookup
 from engine import locked, make_rpc_folder
-from lookup import MAX_STATUS, LMCacheLookupClient, LMCacheLookupServer, lookup_path
-from offload_server import ZMQOffloadServer, offload_path
+from lookup import LMCacheLookupClient, LMCacheLookupServer, lookup_path
+from offload_server import ZMQOffloadClient, ZMQOffloadServer, offload_path
 
 PROMPT = list(range(100, 116))
 pack = msgspec.msgpack.encode
@@ -107,7 +119,7 @@ def test_a_prompt_without_a_full_chunk_is_answered_without_asking(tokens):
     with client_for() as client:
         began = time.monotonic()
         assert client.lookup(tokens, "id") == 0
-        assert time.monotonic() - began < 0.5 and not client._sockets
+        assert time.monotonic() - began < 0.5
 
 
 def test_the_frames():
@@ -181,10 +193,11 @@ def test_hashes_of_every_kind(hashes):
                                        (PROMPT, "\ud800"),
                                        (PROMPT, "id", {"a": object()})], ids=str)  # fmt: skip
 def test_what_is_no_question_is_refused_before_it_is_sent(arguments):
-    with client_for() as client:
+    engine = FakeEngine()
+    with servers(engine), client_for() as client:
         with pytest.raises(ValueError):
             client.lookup(*arguments)
-        assert not client._sockets
+        assert client.lookup(PROMPT, "id") == 4 and len(engine.asked) == 1
 
 
 def test_the_envelope_comes_back_as_it_was():
@@ -213,6 +226,7 @@ BAD = {
     "cut off": [pack([1, 2])[:-1], pack([4, 4]), b"id", b""],
     "a huge list announced": [b"\xdd\xff\xff\xff\xff", pack([4]), b"id", b""],
     "no id": [pack([1]), pack([4])], "empty hash": [pack([b""]), pack([4]), b"id", b""],
+    "a digest of 8 bytes": [pack([bytes(8)]), pack([4]), b"id", b""],
 }  # fmt: skip
 
 
@@ -224,7 +238,7 @@ def test_a_bad_request_is_answered_0_and_the_next_is_right(name, caplog):
         for frames, hits in ((BAD[name], 0), (request(), 16)) * 2:
             sock.send_multipart(frames)
             assert sock.recv_multipart() == [hits.to_bytes(4, "big")]
-        assert server._service.is_alive() and "lookup answered 0" in caplog.text
+        assert "lookup-server refused a request" in caplog.text
         engine.lookup_unpin("id")
         assert engine.stats()["pins"] == 0
 
@@ -285,7 +299,7 @@ def test_one_rank_is_silent(caplog):
         with servers(engine), client_for(4, timeout_ms=300) as client:
             began = time.monotonic()
             assert client.lookup(PROMPT, "id") == 0 and client.lookup_cache("id") == -1
-            assert 0.2 < time.monotonic() - began < 0.8 and "rank 1 gave no answer" in caplog.text
+            assert 0.2 < time.monotonic() - began < 0.8 and "no server at" in caplog.text
             engine.lookup_unpin("id")
             assert engine.stats()["pins"] == 0
 
@@ -352,6 +366,44 @@ def test_a_late_reply_is_never_anothers():
         assert client.lookup(PROMPT, "x") == 8 and client.lookup(PROMPT, "y") == 8
 
 
+def test_who_has_given_up_leaves_no_pin():
+    """The server is busy; three clients time out, one with its request at work, two in line. What
+    another client asks for at last stays pinned."""
+    gate, entered = threading.Event(), threading.Event()
+    with new_engine() as engine, contextlib.ExitStack() as stack:
+        put_prompt(engine, PROMPT)
+        find = engine.lookup
+        engine.lookup = lambda **more: entered.set() or gate.wait(5) and find(**more)  # type: ignore
+        stack.enter_context(servers(engine))
+        clients = [stack.enter_context(client_for(timeout_ms=200)) for _ in range(3)]
+        pool = stack.enter_context(ThreadPoolExecutor(3))
+        calls = [pool.submit(clients[0].lookup, PROMPT, "0")]
+        assert entered.wait(5)
+        calls += [pool.submit(clients[number].lookup, PROMPT, f"{number}") for number in (1, 2)]
+        assert [call.result(5) for call in calls] == [0, 0, 0]
+        gate.set()
+        with client_for() as patient:
+            assert patient.lookup(PROMPT, "patient") == 16  # answered after the others
+        assert wait_for(lambda: engine.stats()["pins"] == 1)
+        engine.lookup_unpin("patient")
+        assert engine.stats()["pins"] == engine.stats()["in_use"] == 0
+        assert engine.stats()["lookups"] > 1
+
+
+def test_who_asks_again_after_a_timeout_keeps_its_pin():
+    """Under the same id: what the first one left is let go of before the second is answered."""
+    gate = threading.Event()
+    with new_engine() as engine:
+        put_prompt(engine, PROMPT)
+        find = engine.lookup
+        engine.lookup = lambda **more: gate.wait(5) and find(**more)  # type: ignore
+        with servers(engine), client_for(timeout_ms=300) as client:
+            assert client.lookup(PROMPT, "id") == 0
+            gate.set()
+            assert wait_for(lambda: client.lookup(PROMPT, "id") == 16)
+            assert engine.stats()["pinned_chunks"] == 4
+
+
 def test_asking_twice_pins_once():
     """LM#3766, LM#4525: the same count, and one unpin releases all."""
     with new_engine() as engine, servers(engine), client_for() as client:
@@ -362,11 +414,11 @@ def test_asking_twice_pins_once():
 
 
 def test_a_lookup_that_fails_forgets_the_earlier_answer():
-    with servers(FakeEngine(lambda number: 8 if number == 1 else time.sleep(0.3))) as (server,):
-        with client_for(timeout_ms=150) as client:
-            assert client.lookup(PROMPT, "x") == client.lookup_cache("x") == 8
-            assert client.lookup(PROMPT, "x") == 0 and client.lookup_cache("x") == -1
-        assert server._service.is_alive()
+    engine = FakeEngine(lambda number: time.sleep(0.3) if number == 2 else 8)
+    with servers(engine), client_for(timeout_ms=150) as client:
+        assert client.lookup(PROMPT, "x") == client.lookup_cache("x") == 8
+        assert client.lookup(PROMPT, "x") == 0 and client.lookup_cache("x") == -1
+        assert wait_for(lambda: client.lookup(PROMPT, "x") == 8)
 
 
 @pytest.mark.parametrize("reply", [[b""], [b"\0\0\0"], [b"\0\0\0\0\4"], [b"\0\0", b"\0\0\0"]])
@@ -412,13 +464,13 @@ def test_one_client_in_8_threads():
             assert all(pool.map(work, range(8)))
 
 
-def test_the_memory_of_answers_is_bounded():
+def test_the_memory_of_answers_is_bounded(monkeypatch):
+    """The oldest are forgotten."""
+    monkeypatch.setattr(lookup, "MAX_STATUS", 3)
     with servers(FakeEngine()), client_for() as client:
-        client._status.update((f"{number}", 1) for number in range(MAX_STATUS))
-        for number in range(5):
-            client.lookup(PROMPT, f"new {number}")
-        assert len(client._status) == MAX_STATUS and client.lookup_cache("new 4") == 4
-        assert client.lookup_cache("0") == -1
+        for name in "abcde":
+            client.lookup(PROMPT, name)
+        assert [client.lookup_cache(name) for name in "abcde"] == [-1, -1, 4, 4, 4]
 
 
 # -- beginning and end
@@ -444,12 +496,18 @@ def test_closing_a_client(ask, there, caplog):
 
 
 def test_closing_while_a_lookup_is_in_flight():
-    with client_for(timeout_ms=20_000) as client, ThreadPoolExecutor(3) as pool:
-        calls = [pool.submit(client.lookup, PROMPT, f"{number}") for number in range(3)]
-        assert wait_for(lambda: client._sockets)
-        began = time.monotonic()
-        client.close()
-        assert [call.result(5) for call in calls] == [0, 0, 0] and time.monotonic() - began < 1.0
+    """Three that were asked and are not answered, and one that waits for a server to come."""
+    with silent_path(lookup_path(metadata(), 0)) as server, ThreadPoolExecutor(4) as pool:
+        with client_for(timeout_ms=20_000) as client, client_for(engine_id="b") as other:
+            calls = [pool.submit(client.lookup, PROMPT, f"{number}") for number in range(3)]
+            for _ in calls:
+                server.recv_multipart()
+            calls.append(pool.submit(other.lookup, PROMPT, "id"))
+            began = time.monotonic()
+            client.close()
+            other.close()
+            assert [call.result(5) for call in calls] == [0] * 4
+            assert time.monotonic() - began < 1.0
 
 
 def test_closing_a_server():
@@ -468,7 +526,7 @@ def test_closing_a_server():
             for close in closes:
                 close.result(5)
         server.close()
-        assert not server._service.is_alive() and not os.path.exists(server.path)
+        assert not threads_named("lookup-server") and not os.path.exists(server.path)
 
 
 def test_closing_an_idle_server_is_quick_and_quiet(caplog):
@@ -572,7 +630,7 @@ class TestTheSocketFile:
         with new_engine() as engine, self.start(Server, engine) as server:
             os.unlink(server.path)
             ipc_folder.rmdir()
-        assert not server._service.is_alive()
+        assert not threads_named("lookup-server") + threads_named("offload-server")
 
     def test_the_folder_is_ours_alone(self, Server, ipc_folder):
         with new_engine() as engine, self.start(Server, engine):
@@ -589,6 +647,105 @@ class TestTheSocketFile:
                     self.start(Server, engine)
             with self.start(Server, engine):
                 pass
+
+
+# -- strangers on the same host
+
+STRANGER = 12345
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root to give a file away")
+
+
+def give_away(path):
+    os.chown(path, STRANGER, STRANGER, follow_symlinks=False)
+
+
+def client_and_question(what):
+    if what == "lookup":
+        return client_for(timeout_ms=3000), lambda client: client.lookup(PROMPT, "id")
+    good = dict(hashes=[1], slot_mapping=range_of(0, 4), offsets=[4])
+    return ZMQOffloadClient("toy", 0, 3000), lambda client: client.offload(**good)
+
+
+@contextlib.contextmanager
+def both_servers():
+    with new_engine() as engine, servers(engine) as (server,), ZMQOffloadServer(engine, 0) as other:
+        put_prompt(engine, PROMPT)
+        yield {"lookup": server.path, "offload": other.path}
+
+
+@as_root
+@pytest.mark.parametrize("what", ["lookup", "offload"])
+@pytest.mark.parametrize(
+    "how", ["folder", "socket", "socket in a sticky folder", "link to the folder", "0777", "0770"]
+)
+@pytest.mark.parametrize("used", [False, True], ids=["new client", "used client"])
+def test_a_client_asks_no_stranger(what, how, used, ipc_folder, tmp_path, monkeypatch, caplog):
+    """It says no, at once, and names the path. Each of these would let somebody else put a socket
+    in the place of ours."""
+    link = tmp_path / "link"
+    link.symlink_to(ipc_folder)
+    if how.startswith("link"):
+        ipc_folder.mkdir(mode=0o700)
+        monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(link))
+    if how.endswith("sticky folder"):
+        ipc_folder.mkdir(mode=0o1777)
+        ipc_folder.chmod(0o1777)
+    with both_servers() as paths:
+        client, ask = client_and_question(what)
+        with client:
+            if used:
+                assert ask(client)
+            if how == "folder":
+                give_away(ipc_folder)
+            elif how.startswith("socket"):
+                give_away(paths[what])
+            elif how.startswith("link"):
+                give_away(link)
+            else:
+                os.chown(ipc_folder, 0, STRANGER)
+                ipc_folder.chmod(int(how, 8))
+            began = time.monotonic()
+            assert not ask(client) and time.monotonic() - began < 1.0
+            assert str(link if how.startswith("link") else ipc_folder) in caplog.text
+            give_away_again = ipc_folder if not how.startswith("link") else link
+            os.chown(give_away_again, 0, 0, follow_symlinks=False)
+            os.chown(paths[what], 0, 0)
+            ipc_folder.chmod(0o700)
+            assert ask(client)  # all is well again
+
+
+@as_root
+@pytest.mark.parametrize("mode, good", [(0o1777, True), (0o700, True), (0o755, True),
+                                        (0o775, False), (0o777, False)])  # fmt: skip
+@pytest.mark.parametrize("Server", [LMCacheLookupServer, ZMQOffloadServer])
+def test_a_server_keeps_out_of_folders_that_others_may_write(Server, mode, good, ipc_folder):
+    """But for a sticky one of root's, as /tmp is."""
+    ipc_folder.mkdir()
+    os.chown(ipc_folder, 0, STRANGER)
+    ipc_folder.chmod(mode)
+    with new_engine() as engine, contextlib.ExitStack() as stack:
+        start = TestTheSocketFile().start
+        if good:
+            stack.enter_context(start(Server, engine))
+            assert [*ipc_folder.iterdir()]
+        else:
+            with pytest.raises(PermissionError, match=str(ipc_folder)):
+                start(Server, engine)
+            assert not [*ipc_folder.iterdir()]
+
+
+@pytest.mark.parametrize("Server", [LMCacheLookupServer, ZMQOffloadServer])
+def test_a_lock_that_a_stranger_keeps_is_an_error_and_no_hang(Server, ipc_folder):
+    make_rpc_folder(str(ipc_folder / "socket"))
+    number = os.open(ipc_folder, os.O_RDONLY)
+    with new_engine() as engine:
+        fcntl.flock(number, fcntl.LOCK_EX)
+        began = time.monotonic()
+        with pytest.raises(OSError, match=f"{ipc_folder} is locked"):
+            TestTheSocketFile().start(Server, engine)
+        assert 1.5 < time.monotonic() - began < 4.0
+        os.close(number)
+        TestTheSocketFile().start(Server, engine).close()
 
 
 # -- a worker that is killed
@@ -627,20 +784,45 @@ def test_a_worker_killed_under_a_waiting_client(ipc_folder):
 
 
 FORK = """
-import os, sys
+import os, signal, sys
 sys.path[:0] = [".", "tests"]
 from test_lookup import PROMPT, FakeEngine, client_for, servers
-with servers(FakeEngine()), client_for() as client:
-    assert client.lookup(PROMPT, "id") == 4  # so that this process has its context
-    child = os.fork()
-    if not child:
-        with client_for() as its_own:
-            os._exit(its_own.lookup(PROMPT, "id"))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
+from toys import new_engine, range_of
+from offload_server import ZMQOffloadClient, ZMQOffloadServer
+
+class Echo(FakeEngine):
+    def lookup(self, **arguments):
+        return int(arguments["lookup_id"])
+
+def check(lookups, offloads, first):
+    for number in range(first, first + 40):
+        assert lookups.lookup(PROMPT, str(number)) == number
+        good = offloads.offload([number], range_of(0, 4), [4])
+        bad = offloads.offload([number], [-1] * 4, [4])
+        assert good and not bad, (number, good, bad)
+
+signal.alarm(40)
+with servers(Echo()), client_for() as used, client_for() as unused, new_engine(128) as engine:
+    with ZMQOffloadServer(engine, 0), ZMQOffloadClient("toy", 0) as offloads:
+        check(used, offloads, 0)
+        child = os.fork()
+        signal.alarm(40)  # whoever hangs is killed by it, the child too
+        if not child:
+            try:
+                check(used, offloads, 1000)
+                check(unused, offloads, 2000)
+                with client_for() as its_own:
+                    assert its_own.lookup(PROMPT, "5") == 5
+                os._exit(0)
+            finally:
+                os._exit(1)
+        check(used, offloads, 3000)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
 
 
-def test_a_client_made_after_a_fork():
+def test_clients_used_before_a_fork_unused_and_made_after_it():
+    """Lookup and offload, parent and child at once: each gets its own answers, and in time."""
     subprocess.run([sys.executable, "-c", FORK], cwd=ROOT, check=True, timeout=60)
 
 

@@ -4,6 +4,7 @@ refused by name."""
 import ast
 import os
 import stat
+import sys
 
 import pytest
 import torch
@@ -15,12 +16,13 @@ from engine import (
     DTYPE_TO_INT,
     DTYPE_TO_TEXT,
     CacheEngineKey,
+    LMCacheEngine,
     LMCacheEngineConfig,
     MemoryFormat,
     make_rpc_folder,
     rpc_path,
 )
-from lookup import lookup_path
+from lookup import LMCacheLookupClient, lookup_path
 from offload_server import offload_path
 
 # -- keys
@@ -37,7 +39,7 @@ def key(
     "chunk_hash, digits",
     [(0, "0"), (0xABC, "abc"), (-0xABC, "-abc"), (2**64 - 1, "f" * 16), (-(2**63), "-8" + "0" * 15),
      (bytes(31) + b"\x01", "00" * 31 + "01"), (bytes(range(32)), bytes(range(32)).hex()),
-     (b"\0\1", "0001")],
+     (bytes(8) + b"\1", "00" * 8 + "01")],
 )  # fmt: skip
 def test_a_hash_in_a_key(chunk_hash, digits):
     """A negative hash is -abc, a `bytes` hash its hex, leading zeros and all."""
@@ -88,10 +90,12 @@ def test_text_to_key_to_text_is_the_identity_or_refused(end):
     "bad",
     [key(model="a@b"), key(model="a\nb"), key(model=" a"), key(user="b@c"), key(user="ends "),
      key(**{"a%b": "c"}),
-     key(2**64), key(-(2**63) - 1), key(2**200), key(model="m" * 150)],
+     key(2**64), key(-(2**63) - 1), key(2**200), key(model="m" * 150),
+     key(b""), key(b"\x0a\xbc"), key(bytes(8))],
 )  # fmt: skip
 def test_what_would_become_another_key_is_refused(bad):
-    with pytest.raises(ValueError, match="key"):
+    """A `bytes` hash of up to 8 bytes would have the text of an int."""
+    with pytest.raises(ValueError, match="key|hashes"):
         bad.to_string()
 
 
@@ -142,6 +146,7 @@ DEFAULTS |= dict(
     enable_blending=False, blend_special_str=" # # ", remote_url=None, lookup_server_worker_ids=None
 )
 DEFAULTS |= dict(extra_config=None, pin_timeout_sec=300.0, pre_caching_hash_algorithm="sha256")
+DEFAULTS |= dict(local_cpu=True, eviction_policy="lru")
 
 
 def test_defaults():
@@ -156,7 +161,8 @@ ENVIRONMENT = {
     "blend_special_str": ("##", "##"),
     "remote_url": ("lm://h:1", "lm://h:1"), "lookup_server_worker_ids": ("0,3", (0, 3)),
     "extra_config": ('{"a": 1}', {"a": 1}), "pin_timeout_sec": ("7", 7.0),
-    "pre_caching_hash_algorithm": ("sha256_cbor", "sha256_cbor"),
+    "pre_caching_hash_algorithm": ("sha256_cbor", "sha256_cbor"), "local_cpu": ("false", False),
+    "eviction_policy": ("slru", "slru"),
 }  # fmt: skip
 
 
@@ -184,7 +190,15 @@ def test_the_environment_goes_over_the_file(suffix, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name, text", [("a.yaml", "chunk_size: 8"), ("a.json", "{"), ("a.json", "[]"), ("a.toml", "=")]
+    "name, text",
+    [
+        ("a.yaml", "chunk_size: ["),
+        ("a.yml", "- chunk_size"),
+        ("a.ini", "chunk_size: 8"),
+        ("a.json", "{"),
+        ("a.json", "[]"),
+        ("a.toml", "="),
+    ],
 )
 def test_a_file_that_cannot_be_read_is_named(name, text, tmp_path):
     (tmp_path / name).write_text(text)
@@ -210,6 +224,102 @@ def test_a_bad_value_is_refused_by_the_name_of_its_field(name, value):
 def test_an_unknown_name_is_refused():
     with pytest.raises(ValueError, match="chunk_sise"):
         LMCacheEngineConfig.from_defaults(chunk_sise=4)
+    with pytest.raises(ValueError, match="chunk_sise"):
+        LMCacheEngineConfig.from_defaults(chunk_sise=4, remote_serde="naive")
+
+
+QUICKSTART = """\
+chunk_size: 8
+local_cpu: true
+max_local_cpu_size: 5.0
+# where there is no disk
+local_disk: "file:///tmp/disk/"
+max_local_disk_size: 10
+remote_url: "lm://localhost:65432"
+remote_serde: "naive"
+lookup_server_worker_ids: [0, 3]
+extra_config: {a: 1}
+"""
+
+
+@pytest.mark.parametrize("by", ["file", "environment"])
+@pytest.mark.parametrize("suffix", ["yaml", "yml"])
+def test_a_file_of_lmcaches(suffix, by, tmp_path, monkeypatch, caplog):
+    """LM#1244, LM#447, LM#2281: read; what only LMCache has a use for is one warning that lists
+    it."""
+    path = tmp_path / f"lmcache.{suffix}"
+    path.write_text(QUICKSTART)
+    monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(path))
+    read = dict(file=lambda: LMCacheEngineConfig.from_file(path), environment=from_env)[by]
+    found = read()
+    assert (found.chunk_size, found.remote_url) == (8, "lm://localhost:65432")
+    assert (found.lookup_server_worker_ids, found.extra_config) == ((0, 3), {"a": 1})
+    assert found.local_cpu and found.max_local_cpu_size == 5.0
+    (record,) = caplog.records
+    assert record.getMessage().endswith("local_disk, max_local_disk_size, remote_serde")
+    path.write_text(QUICKSTART + "chunk_sise: 4\n")
+    with pytest.raises(ValueError, match="chunk_sise"):
+        read()
+
+
+def from_env():
+    return LMCacheEngineConfig.from_env()
+
+
+def test_an_empty_yaml_file_is_the_defaults(tmp_path):
+    (tmp_path / "a.yaml").write_text("# nothing yet\n")
+    assert LMCacheEngineConfig.from_file(tmp_path / "a.yaml") == LMCacheEngineConfig()
+
+
+def test_yaml_without_pyyaml_says_what_is_needed(tmp_path, monkeypatch):
+    (tmp_path / "a.yaml").write_text("chunk_size: 8\n")
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(ValueError, match=r"a\.yaml.*PyYAML"):
+        LMCacheEngineConfig.from_file(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize("text", ["[0,3]", "0,3", "[0, 3]", "0, 3", "[0 ,3]"])
+def test_ranks_in_the_environment(text, monkeypatch):
+    """As a list in brackets, too."""
+    monkeypatch.setenv("LMCACHE_LOOKUP_SERVER_WORKER_IDS", text)
+    assert from_env().lookup_server_worker_ids == (0, 3)
+
+
+def test_null_is_none(monkeypatch):
+    monkeypatch.setenv("LMCACHE_REMOTE_URL", "null")
+    monkeypatch.setenv("LMCACHE_LOOKUP_SERVER_WORKER_IDS", "null")
+    assert from_env() == LMCacheEngineConfig()
+
+
+def test_a_name_in_the_environment_that_is_nearly_a_field(monkeypatch, caplog):
+    """A warning that says which is meant; what is like none, or somebody's, is nothing."""
+    for name in ("SOMETHING_ELSE", "OFFLOAD_RPC_PORT", "LOG_LEVEL"):
+        monkeypatch.setenv(f"LMCACHE_{name}", "1")
+    assert from_env() == LMCacheEngineConfig() and not caplog.records
+    monkeypatch.setenv("LMCACHE_CHUNKSIZE", "4")
+    monkeypatch.setenv("LMCACHE_MAX_LOCAL_CPU_SISE", "4")
+    assert from_env() == LMCacheEngineConfig()
+    for name, meant in (("CHUNKSIZE", "CHUNK_SIZE"), ("CPU_SISE", "MAX_LOCAL_CPU_SIZE")):
+        (text,) = (text for text in caplog.messages if name in text)
+        assert f"LMCACHE_{meant}" in text
+    caplog.clear()
+    monkeypatch.setenv("LMCACHE_LOCAL_DISK", "x")  # LMCache's
+    assert from_env() == LMCacheEngineConfig() and "local_disk" in caplog.text
+
+
+def test_an_eviction_policy_that_is_not_there():
+    with pytest.raises(ValueError, match=r"eviction policy 'mru'.*lru.*slru"):
+        LMCacheEngine(config(eviction_policy="mru"), metadata())
+
+
+def test_chunk_sizes_that_differ():
+    """kv_shape[2], metadata's and the config's; None is kv_shape's."""
+    assert metadata().chunk_size == metadata(chunk_size=4).chunk_size == 4
+    with pytest.raises(ValueError, match=r"chunk_size 8 .*kv_shape\[2\], 4"):
+        metadata(chunk_size=8)
+    for make in (LMCacheEngine, LMCacheLookupClient):
+        with pytest.raises(ValueError, match=r"config\.chunk_size 8 .* 4"):
+            make(config(chunk_size=8), metadata())
 
 
 @pytest.mark.parametrize(

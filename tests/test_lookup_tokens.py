@@ -36,13 +36,13 @@ def hashes(tokens, **changes):
 
 
 def test_by_hand():
-    """sha256(previous digest + ids of 4 bytes each), its first 8 bytes; and the example in the
+    """sha256(previous digest + ids of 8 bytes each), its first 8 bytes; and the example in the
     docstring."""
-    first = hashlib.sha256(struct.pack("<4I", 1, 2, 3, 4)).digest()
-    second = hashlib.sha256(first + struct.pack("<4I", 5, 6, 7, 8)).digest()
+    first = hashlib.sha256(struct.pack("<4q", 1, 2, 3, 4)).digest()
+    second = hashlib.sha256(first + struct.pack("<4q", 5, 6, 7, 8)).digest()
     wanted = [(0, 4, int.from_bytes(first[:8], "big")), (4, 8, int.from_bytes(second[:8], "big"))]
     assert spans([1, 2, 3, 4, 5, 6, 7, 8, 9]) == wanted
-    assert wanted == [(0, 4, 14958615928728313947), (4, 8, 5674439469042975057)]
+    assert wanted == [(0, 4, 8350237632718489709), (4, 8, 15475240699223031541)]
     for module in (lookup, engine):
         assert doctest.testmod(module).failed == 0
 
@@ -131,15 +131,19 @@ def test_either_tokens_or_hashes():
     for arguments in ({}, {"tokens": [1], "hashes": [1], "offsets": [1]}):
         with pytest.raises(ValueError, match="either"):
             database.process_tokens(**arguments)
-    assert database.process_tokens(hashes=[7, b"8"], offsets=[4, 2]) == [(0, 4, 7), (4, 6, b"8")]
+    digest = bytes(range(9))
+    assert database.process_tokens(hashes=[7, digest], offsets=[4, 2]) == [
+        (0, 4, 7),
+        (4, 6, digest),
+    ]
 
 
 @pytest.mark.parametrize(
     "some, lengths",
     [([1, 2], [4]), ([1], None), (None, [1]), ("a", [1]), ([2**64], [4]), ([-(2**63) - 1], [4]),
      ([1.0], [4]),
-     ([True], [4]), ([b""], [4]), ([None], [4]), ([1], [0]), ([1], [-4]), ([1], [4.0]),
-     ([1], [True])],
+     ([True], [4]), ([b""], [4]), ([bytes(8)], [4]), ([None], [4]), ([1], [0]), ([1], [-4]),
+     ([1], [4.0]), ([1], [True])],
 )  # fmt: skip
 def test_hashes_that_cannot_be(some, lengths):
     """LM#2997, VA#13602: from 2**64 on a ValueError."""
@@ -148,7 +152,7 @@ def test_hashes_that_cannot_be(some, lengths):
 
 
 def test_hashes_that_can_be():
-    check_hashes([0, -(2**63), 2**63, 2**64 - 1, bytes(32)], [1, 2, 3, 4, 5])
+    check_hashes([0, -(2**63), 2**63, 2**64 - 1, bytes(32), bytes(9)], [1, 2, 3, 4, 5, 6])
     check_hashes([], [])
 
 

@@ -10,10 +10,25 @@ import msgspec
 import pytest
 import torch
 import zmq
-from toys import CHUNK_BYTES, metadata, new_engine, put_prompt, range_of, wait_for
+from toys import (
+    CHUNK_BYTES,
+    metadata,
+    new_engine,
+    put_prompt,
+    range_of,
+    silent_path,
+    threads_named,
+    wait_for,
+)
 
 from engine import LMCacheEngine, PagedKVCache
-from offload_server import OffloadMsg, OffloadRetMsg, ZMQOffloadClient, ZMQOffloadServer
+from offload_server import (
+    OffloadMsg,
+    OffloadRetMsg,
+    ZMQOffloadClient,
+    ZMQOffloadServer,
+    offload_path,
+)
 
 pack, unpack = msgspec.msgpack.encode, msgspec.msgpack.decode
 pytestmark = pytest.mark.usefixtures("ipc_folder")
@@ -79,10 +94,38 @@ def test_one_that_is_there_and_one_that_is_new(engine, client):
     assert engine.stats()["chunks"] == 2
 
 
-@pytest.mark.parametrize("hashes", [[-1, -(2**63)], [2**63, 2**64 - 1]])
+@pytest.mark.parametrize(
+    "hashes",
+    [[-1, -(2**63)], [2**63, 2**64 - 1], [bytes(range(32)), bytes(32)], [bytes(9), 5]],
+    ids=["negative", "from 2**63", "digests", "of both kinds"],
+)
 def test_hashes_of_every_kind(engine, client, hashes):
+    """LM#2998, LM#2999: 32-byte digests, too."""
     assert client.offload(hashes, range_of(0, 8), [4, 4])
     assert engine.lookup(hashes=hashes, offsets=[4, 4]) == 8
+
+
+def test_sha256_cbor_by_client(monkeypatch):
+    """LM#2998, LM#2999: what a client offloads is found by its tokens."""
+    pytest.importorskip("cbor2")
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    with new_engine(pre_caching_hash_algorithm="sha256_cbor") as engine:
+        with ZMQOffloadServer(engine, 0), ZMQOffloadClient("toy", 0) as client:
+            spans = engine.token_database.process_tokens(range_of(0, 16))
+            assert client.offload([span[2] for span in spans], range_of(0, 16), [4] * 4)
+            assert engine.lookup(range_of(0, 16)) == 16
+
+
+def test_what_goes_over_the_wire():
+    """LMCache's three fields as they are, and a deadline, which it ignores."""
+    with silent_path(offload_path("toy", 0)) as server, ThreadPoolExecutor(1) as pool:
+        with ZMQOffloadClient("toy", 0, timeout_ms=200) as client:
+            began = time.monotonic()
+            call = pool.submit(client.offload, **GOOD)
+            *_, message = server.recv_multipart()
+            assert not call.result(5)
+    message = unpack(message)
+    assert began < message.pop("deadline") - 0.2 < time.monotonic() and message == GOOD
 
 
 def test_all_empty(engine, client):
@@ -107,7 +150,7 @@ REFUSED = {
 def test_what_cannot_be_is_refused_and_nothing_is_stored(engine, client, name, caplog):
     """V#28950, V#55503. The reason is logged."""
     assert not client.offload(**GOOD | REFUSED[name])
-    assert engine.stats()["bytes_used"] == 0 and "offload refused: ValueError" in caplog.text
+    assert engine.stats()["bytes_used"] == 0 and "refused" in caplog.text
     assert client.offload(**GOOD)
 
 
@@ -128,7 +171,7 @@ def test_a_malformed_request_is_answered_false_and_the_next_is_right(engine, nam
     with raw_server(engine) as sock:
         for frames, success in ((MALFORMED[name], False), ([pack(GOOD)], True)) * 2:
             assert ask(sock, *frames) == {"success": success}
-    assert "offload request refused" in caplog.text
+    assert "offload-server refused a request" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -187,7 +230,56 @@ def test_what_cannot_be_sent_is_refused_at_the_client(client, arguments):
         client.offload(*arguments)
 
 
+def test_a_refusal_is_logged_by_the_client_too(engine, client, caplog):
+    assert not client.offload([1, 2], [0, 1, 2, 3, 4, -1], [4, 2])
+    texts = [record.getMessage() for record in caplog.records]
+    assert any("slot -1 (padding)" in text for text in texts)  # the server's
+    assert any("2 chunks refused" in text for text in texts)  # the client's
+
+
 # -- time
+
+
+@pytest.mark.parametrize("place", ["in line", "at work"])
+def test_what_its_client_has_given_up_is_not_stored_later(place, engine, monkeypatch):
+    """The pages are another's by then: nothing of them goes under the first one's hashes."""
+    entered, gate, store = threading.Event(), threading.Event(), engine.store
+    monkeypatch.setattr(
+        engine, "store", lambda **more: entered.set() or gate.wait(5) and store(**more)
+    )
+    with ZMQOffloadServer(engine, 0), ThreadPoolExecutor(1) as pool:
+        with (
+            ZMQOffloadClient("toy", 0, timeout_ms=200) as hasty,
+            ZMQOffloadClient("toy", 0) as patient,
+        ):
+            if place == "in line":
+                call = pool.submit(patient.offload, [1], range_of(0, 4), [4])
+                assert entered.wait(5)
+            assert not hasty.offload([2, 3], range_of(0, 8), [4, 4])
+            gate.set()
+            if place == "in line":
+                assert call.result(5)
+            assert patient.offload([4], range_of(0, 4), [4])  # answered after the hasty one's
+            assert engine.lookup(hashes=[2], offsets=[4]) == 0
+            assert engine.lookup(hashes=[3], offsets=[4]) == 0
+            assert engine.stats()["chunks"] == (2 if place == "in line" else 1)
+            assert hasty.offload([2, 3], range_of(0, 8), [4, 4])
+
+
+def test_a_copy_that_takes_longer_than_the_client_waits(engine, monkeypatch):
+    """Late by the time it is done: not stored."""
+    gather = PagedKVCache.gather
+
+    def slow(*arguments):
+        gather(*arguments)
+        time.sleep(0.4)
+
+    with ZMQOffloadServer(engine, 0), ZMQOffloadClient("toy", 0, timeout_ms=200) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(PagedKVCache, "gather", slow)
+            assert not client.offload([1], range_of(0, 4), [4])
+        assert wait_for(lambda: client.offload([2], range_of(0, 4), [4]))
+        assert engine.lookup(hashes=[1], offsets=[4]) == 0 and engine.stats()["in_use"] == 0
 
 
 def test_no_server_and_closing():
@@ -220,15 +312,15 @@ def test_one_client_in_8_threads(engine, client):
 
 
 def test_closing_while_a_request_is_in_flight():
-    with ZMQOffloadClient("toy", 0, timeout_ms=20_000) as client, ThreadPoolExecutor(2) as pool:
-        calls = [pool.submit(client.offload, **GOOD) for _ in range(2)]
-        assert wait_for(lambda: client._socket)
-        began = time.monotonic()
-        client.close()
-        assert [call.result(5) for call in calls] == [
-            False,
-            False,
-        ] and time.monotonic() - began < 1.0
+    with silent_path(offload_path("toy", 0)) as server, ThreadPoolExecutor(2) as pool:
+        with ZMQOffloadClient("toy", 0, timeout_ms=20_000) as client:
+            calls = [pool.submit(client.offload, **GOOD) for _ in range(2)]
+            for _ in calls:
+                server.recv_multipart()
+            began = time.monotonic()
+            client.close()
+            assert [call.result(5) for call in calls] == [False, False]
+            assert time.monotonic() - began < 1.0
 
 
 def test_closing_a_server_while_it_works(engine, monkeypatch):
@@ -251,7 +343,7 @@ def test_closing_a_server_while_it_works(engine, monkeypatch):
         client.close()
         call.result(5)
         server.close()
-        assert not server._service.is_alive()
+        assert not threads_named("offload-server")
     assert engine.lookup(hashes=[1, 2], offsets=[4, 2]) == 6
 
 

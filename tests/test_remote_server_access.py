@@ -3,7 +3,9 @@ arguments."""
 
 import contextlib
 import logging
+import mmap
 import os
+import re
 import socket
 import ssl
 import subprocess
@@ -11,11 +13,21 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
-from toys import client_of, connected, read, request, running_server, silent_server, wait_for
+from proxies import Proxy
+from toys import (
+    ServerProcess,
+    client_of,
+    connected,
+    read,
+    request,
+    running_server,
+    silent_server,
+    wait_for,
+)
 
 import remote_server
-from engine import ChunkStore
 from remote_server import ClientCommand, RemoteClient, tls_context
 
 MIB = 1 << 20
@@ -69,7 +81,7 @@ def server(pem):
 
 @pytest.fixture
 def client(server, pem):
-    with tls_client(server, context(pem, "client"), timeout_sec=30) as made:
+    with tls_client(server, context(pem, "client"), timeout_sec=2) as made:
         yield made
 
 
@@ -90,7 +102,7 @@ def test_the_right_client(client, size):
 
 def test_many_threads_and_clients(server, pem):
     def work(number):
-        with tls_client(server, context(pem, "client"), timeout_sec=30) as client:
+        with tls_client(server, context(pem, "client"), timeout_sec=2) as client:
             for round_ in range(10):
                 client.put(f"{number}", bytes([number, round_]) * 50_000)
                 assert client.get(f"{number}")[1] == bytes([number, round_]) * 50_000
@@ -168,40 +180,44 @@ def test_idle_between_requests_is_fine(server, client):
     assert client.get(KEY)[1] == b"x" and server.stats()["clients"] == 1
 
 
-def test_a_connection_that_the_server_closed_is_made_again(server, client):
+def test_a_connection_that_the_server_closed_is_made_again(server, pem):
     """A put into a dead connection would be lost without a word: it is noticed before."""
-    client.put(KEY, b"x")
-    client.flush()
-    for sock in list(server._clients):
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)
-    assert wait_for(lambda: not server.stats()["clients"])
-    client.put(KEY, b"y")
-    client.flush()
-    assert client.get(KEY)[1] == b"y"
+    with Proxy(server.port) as wire:
+        url = f"lms://127.0.0.1:{wire.port}"
+        with RemoteClient(url, tls=context(pem, "client"), timeout_sec=2) as client:
+            client.put(KEY, b"x")
+            client.flush()
+            wire.cut()
+            assert wait_for(lambda: not server.stats()["clients"])
+            client.put(KEY, b"y")
+            client.flush()
+            assert client.get(KEY)[1] == b"y"
 
 
 def test_a_broken_stream_is_a_broken_connection(client):
     """SSLError is no ConnectionError to Python, but to us: the request is sent again."""
-    faults = iter([ssl.SSLEOFError(8, "EOF occurred in violation of protocol")])
+    client.put(KEY, b"x")
+    faults = [ssl.SSLEOFError(8, "EOF occurred in violation of protocol")]
+    filled = []
 
-    def exchange(_sock, _deadline):
-        for fault in faults:
-            raise fault
+    def fill(_index, meta, receive):
+        if faults:
+            raise faults.pop()
+        filled.append(receive(memoryview(bytearray(meta.length))))
 
-    client._call(exchange)
+    client.get_many([KEY], fill)
+    assert len(filled) == 1 and not faults
 
 
-def test_stalled_in_the_middle_of_a_put(server, pem):
-    with tls_client(server, context(pem, "client")) as client:
-        sock = client._connected(time.monotonic() + 5)
-        for command, sent in ((ClientCommand.PUT, 500), (ClientCommand.PUT, 0)):
-            sock.sendall(request(command, KEY, 1000) + bytes(sent))
+@pytest.mark.parametrize("sent", [0, 500])
+def test_stalled_in_the_middle_of_a_put(server, pem, sent):
+    with socket.create_connection(("127.0.0.1", server.port)) as plain:
+        with context(pem, "client").wrap_socket(plain, server_hostname="127.0.0.1") as sock:
+            sock.settimeout(5.0)
+            sock.sendall(request(ClientCommand.PUT, KEY, 1000) + bytes(sent))
             assert sock.recv(1) == b""
-            client._disconnect()
-            assert wait_for(
-                lambda: server.stats() | {"clients": 0, "bytes_used": 0} == server.stats()
-            )
-            sock = client._connected(time.monotonic() + 5)
+            stats = {"clients": 0, "bytes_used": 0, "in_use": 0}
+            assert wait_for(lambda: server.stats() | stats == server.stats())
 
 
 def test_closing_a_client_in_the_middle_of_a_get_hands_over_no_cipher_text(client):
@@ -316,6 +332,90 @@ def test_stats_of_a_server_that_is_well(capsys):
     )
 
 
+def test_stats_for_prometheus(capsys):
+    """A line `lmcache_NAME VALUE` for each figure."""
+    with running_server() as server, client_of(server) as client:
+        client.put(KEY, bytes(1000))
+        client.flush()
+        assert remote_server.main(["--stats", "--prometheus", "127.0.0.1", f"{server.port}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(re.fullmatch(r"lmcache_[a-z_]+ \d+", line) for line in lines)
+    figures = dict(line.split() for line in lines)
+    assert figures["lmcache_chunks"] == "1" and figures["lmcache_bytes_used"] == "1024"
+    assert {f"lmcache_{name}" for name in [*FIGURES, "in_use"]} <= {*figures}
+
+
+def test_clear_and_delete_by_command(capsys):
+    """LM#1660, LM#1692. Exit status 1 where there is nothing to delete."""
+    with running_server() as server, client_of(server) as client:
+        for key in "abc":
+            client.put(key, b"x")
+        client.flush()
+        where = ["127.0.0.1", f"{server.port}"]
+        assert remote_server.main([*where, "--delete", "b"]) == 0
+        assert client.list_keys() == ["a", "c"]
+        assert remote_server.main([*where, "--delete", "b"]) == 1
+        assert remote_server.main([*where, "--clear"]) == 0
+        assert client.list_keys() == []
+    assert remote_server.main([*where, "--clear"]) == 1
+    assert "127.0.0.1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("policy", ["lru", "slru"])
+def test_eviction_by_command(policy):
+    with ServerProcess("--eviction", policy) as server:
+        with RemoteClient(f"lm://127.0.0.1:{server.port}") as client:
+            client.put(KEY, b"x")
+            assert client.get(KEY)[1] == b"x"
+        assert server.stop() == 0
+
+
+# -- memory
+
+
+def test_a_fresh_server_takes_memory_as_it_is_needed():
+    """The default budget of 5 GiB, in a container of 1 GiB, idle: well below it."""
+    with ServerProcess("--max-gib", "5") as server:
+        assert "budget 5 GiB" in server.log and "device cpu" in server.log
+        process, before = psutil.Process(server.process.pid), -1
+        while (now := process.memory_info().rss) != before:  # until it has warmed what it wants
+            before = now
+            time.sleep(0.5)
+        assert now < 800 << 20, f"{now >> 20} MiB"
+        assert server.stop() == 0
+
+
+LIMIT = "the budget is above "
+
+
+@pytest.mark.parametrize("limit, warned", [((1 << 20) - 1, 1), (1 << 20, 0), (1 << 40, 0)])
+def test_the_warning_of_a_budget_above_the_memory(limit, warned, caplog, monkeypatch):
+    """One line, at the start; it serves nevertheless."""
+    assert run_main(monkeypatch, caplog, "127.0.0.1", "0", "--max-gib", str(1 / 1024),
+                    limit=limit) == 0  # fmt: skip
+    assert sum(LIMIT in record.message for record in caplog.records) == warned
+
+
+def test_the_memory_limit_is_the_machines_or_the_cgroups():
+    assert 64 << 20 <= remote_server.memory_limit() <= psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize("gib, text", [("0.001", "0.001"), ("0.0625", "0.0625")])
+def test_the_budget_is_said_in_gib(gib, text, caplog, monkeypatch):
+    assert run_main(monkeypatch, caplog, "127.0.0.1", "0", "--max-gib", gib) == 0
+    assert f", device cpu, budget {text} GiB" in caplog.text
+
+
+def run_main(monkeypatch, caplog, *arguments, limit=1 << 40):
+    """main() with a server that ends at once."""
+    monkeypatch.setattr(remote_server.LMCacheServer, "run", lambda self: None)
+    monkeypatch.setattr(remote_server.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+    monkeypatch.setattr(remote_server, "memory_limit", lambda: limit)
+    caplog.set_level(logging.INFO)
+    return remote_server.main(arguments)
+
+
 def test_stats_through_tls(server, pem, capsys):
     arguments = ["--stats", "127.0.0.1", str(server.port)]
     assert remote_server.main([*arguments, *tls_arguments(pem, "client")]) == 0
@@ -359,10 +459,10 @@ def test_arguments_that_cannot_be(arguments, capsys):
 
 
 def test_no_memory_for_the_store(monkeypatch, capsys):
-    def fail(self, size):
-        raise RuntimeError("CUDA error: out of memory")
+    def fail(*_, **__):
+        raise OSError("out of memory")
 
-    monkeypatch.setattr(ChunkStore, "_allocate", fail)
+    monkeypatch.setattr(mmap, "mmap", fail)
     with pytest.raises(SystemExit) as exit_:
         remote_server.main(["127.0.0.1", "0"])
     assert exit_.value.code == 2 and "out of memory" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 or in a process."""
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -13,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import zmq
 
-from engine import LMCacheEngine, LMCacheEngineConfig, LMCacheMetadata
+from engine import LMCacheEngine, LMCacheEngineConfig, LMCacheMetadata, make_rpc_folder
 from remote_server import ClientMetaMessage, LMCacheServer, RemoteClient
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,6 +78,22 @@ def wait_for(condition: Callable[[], Any], timeout_sec: float = 5.0) -> bool:
     while not (done := condition()) and time.monotonic() < deadline:
         time.sleep(0.002)
     return bool(done)
+
+
+@contextlib.contextmanager
+def silent_path(path: str) -> Iterator[zmq.Socket]:
+    """The ROUTER of somebody who takes requests and never answers."""
+    make_rpc_folder(path)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as sock:
+        sock.set(zmq.LINGER, 0)
+        sock.set(zmq.RCVTIMEO, 5000)
+        sock.bind(f"ipc://{path}")
+        yield sock
+    os.unlink(path)  # libzmq does not
+
+
+def threads_named(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == name]
 
 
 # -- a server in a thread

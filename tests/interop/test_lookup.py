@@ -186,7 +186,8 @@ def test_tokens_alone_are_enough(monkeypatch):
 
 NUMBERS = {
     "ints": [-(2**63), -1, 0, 2**63, 2**64 - 1],
-    "bytes": [b"\x00\x01", b"\xff" * 32, b"\xc1", b"\x01"],
+    # of 9 bytes or more: shorter ones have the key text of an int, and our server refuses them
+    "bytes": [b"\x00" * 8 + b"\x01", b"\xff" * 32, b"\xc1" * 9, b"\x01" * 16],
 }
 
 
