@@ -135,7 +135,7 @@ def main() -> int:
             VLLM: {"enable_prefix_caching": True},
             OURS: {
                 "enable_prefix_caching": False,
-                "connector": {"max_local_cpu_size": 1, "remote_url": remote.url},
+                "connector": {"chunk_size": 128, "max_local_cpu_size": 1, "remote_url": remote.url},
             },
             EXAMPLE: {"enable_prefix_caching": False, "kv_transfer_config": example},
         }

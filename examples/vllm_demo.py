@@ -1,13 +1,16 @@
-"""vllm_demo.py - a long prompt to a real vLLM server, twice, and once more after the server has been restarted.
+"""vllm_demo.py - a long prompt to a real vLLM server, twice, and once more after its restart.
 
-    $ make demo-vllm        # in its own virtual environment; or: python examples/vllm_demo.py MODEL_FOLDER
+    $ make demo-vllm                                # in its own virtual environment
+    $ python examples/vllm_demo.py MODEL_FOLDER     # the same, in yours
 
-    openai client  --HTTP, streaming-->  vLLM's API server + examples/vllm_connector.py  <--TCP-->  remote_server.py
+    openai client  --HTTP, streaming-->  vLLM's API server
+                                         + examples/vllm_connector.py  <--TCP-->  remote_server.py
 
-vLLM's own prefix cache is off, so that each hit is ours: the second request finds the KV in the worker's store, the
-first after the restart in the remote server, which stays. The exit status is 0 if the hits are as expected, both are
-faster, and both give the same answer. (Against the first answer nothing is held: in bfloat16 another prefill shape
-rounds differently, with vLLM's own prefix cache too.)
+vLLM's own prefix cache is off, so that each hit is ours: the second request finds the KV in the
+worker's store, the first after the restart in the remote server, which stays. The exit status is 0
+if the hits are as expected, both are faster, and both give the same answer. (Against the first
+answer nothing is held: in bfloat16 another prefill shape rounds differently, with vLLM's own prefix
+cache too.)
 """
 
 import argparse
@@ -50,31 +53,43 @@ def remote_server() -> Iterator[str]:
 
 @contextlib.contextmanager
 def vllm_server(model: Path, remote_url: str, folder: Path) -> Iterator[OpenAI]:
-    """vLLM's OpenAI-compatible server with our connector, stopped at the end as a user would; a client for it."""
+    """vLLM's OpenAI-compatible server with our connector, stopped at the end as a user would; a
+    client for it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     transfer = {
-        "kv_connector": "KVOffloadConnector", "kv_connector_module_path": "vllm_connector", "kv_role": "kv_both",
+        "kv_connector": "KVOffloadConnector",
+        "kv_connector_module_path": "vllm_connector",
+        "kv_role": "kv_both",
         "kv_connector_extra_config": {"max_local_cpu_size": 1, "remote_url": remote_url},
-    }  # fmt: skip
+    }
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name",
-        "smollm2", "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "4096",
-        "--enforce-eager", "--no-enable-prefix-caching", "--enable-prompt-tokens-details", "--kv-cache-memory-bytes",
-        str(1 << 30), "--kv-transfer-config", json.dumps(transfer),
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server",
+        "--model", str(model), "--served-model-name", "smollm2",
+        "--host", "127.0.0.1", "--port", str(port),
+        "--dtype", "bfloat16", "--max-model-len", "4096",
+        "--enforce-eager", "--no-enable-prefix-caching", "--enable-prompt-tokens-details",
+        "--kv-cache-memory-bytes", str(1 << 30), "--kv-transfer-config", json.dumps(transfer),
     ]  # fmt: skip
     environment = {
-        **os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}", "VLLM_RPC_BASE_PATH": str(folder),
-        "VLLM_CPU_OMP_THREADS_BIND": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-    }  # fmt: skip
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}",
+        "VLLM_RPC_BASE_PATH": str(folder),
+        "VLLM_CPU_OMP_THREADS_BIND": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     log = folder / "vllm.log"
     with log.open("w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
     try:
         began = time.monotonic()
         while True:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
+            with (
+                contextlib.suppress(OSError),
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health"),
+            ):
                 break
             if process.poll() is not None or time.monotonic() - began > 300:
                 raise SystemExit(f"vLLM did not start:\n{log.read_text()[-3000:]}")
@@ -92,9 +107,13 @@ def ask(client: OpenAI, question: str) -> tuple[float, int, str]:
     """Seconds to the first token, prompt tokens that came from a cache, and the answer."""
     began = time.perf_counter()
     stream = client.chat.completions.create(
-        model="smollm2", messages=[{"role": "user", "content": question}], temperature=0, max_tokens=40, stream=True,
+        model="smollm2",
+        messages=[{"role": "user", "content": question}],
+        temperature=0,
+        max_tokens=40,
+        stream=True,
         stream_options={"include_usage": True},
-    )  # fmt: skip
+    )
     first, cached, answer = 0.0, 0, ""
     for event in stream:
         if event.choices and event.choices[0].delta.content:
@@ -106,14 +125,19 @@ def ask(client: OpenAI, question: str) -> tuple[float, int, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="A long prompt to a vLLM server, twice, and after its restart.")
+    parser = argparse.ArgumentParser(
+        description="A long prompt to a vLLM server, twice, and after its restart."
+    )
     parser.add_argument("model", type=Path, help="a model folder, see examples/make_model.py")
     model = parser.parse_args().model
     source = (ROOT / "remote_server.py").read_text()[:SOURCE_CHARS]
     question = f"{source}\n\nWhat does this program do? Answer in one sentence."
 
     def show(name: str, result: tuple[float, int, str]) -> tuple[float, int, str]:
-        print(f"{name:32} first token after {result[0]:5.2f} s, {result[1]:5,} tokens from the cache", flush=True)
+        print(
+            f"{name:32} first token after {result[0]:5.2f} s, {result[1]:5,} tokens from the cache",
+            flush=True,
+        )
         return result
 
     with tempfile.TemporaryDirectory() as folder, remote_server() as url:
@@ -124,7 +148,12 @@ def main() -> int:
         with vllm_server(model, url, Path(folder)) as client:
             after = show("the same after the restart", ask(client, question))
     print(f"the answer: {after[2]!r}")
-    good = cold[1] == 0 and warm[1] == after[1] > 0 and max(warm[0], after[0]) < cold[0] / 2 and warm[2] == after[2]
+    good = (
+        cold[1] == 0
+        and warm[1] == after[1] > 0
+        and max(warm[0], after[0]) < cold[0] / 2
+        and warm[2] == after[2]
+    )
     print("as expected" if good else f"NOT as expected: {cold}, {warm}, {after}")
     return 0 if good else 1
 

@@ -11,6 +11,7 @@ import pytest
 from remotes import RemoteServer
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["*.py"]
 
 

@@ -144,13 +144,18 @@ class Commands:
 
     def generate(
         self, prompts: list[list[int]], max_tokens: int, salts: list[str] | None = None,
-        abort: list[int] = (),
-        steps: int = 3,
+        abort: list[int] = (), steps: int = 3, transfer: dict[str, Any] | None = None,
+        lora: dict[str, Any] | None = None,
     ) -> list[dict[str, Any]]:  # fmt: skip
-        """All prompts at once. abort: indices of requests that are ended after so many steps."""
+        """All prompts at once. abort: indices of requests that are ended after so many steps.
+        transfer: their kv_transfer_params. lora: of their LoRARequest."""
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        extra = {"kv_transfer_params": transfer} if transfer else None
+        params = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra
+        )
         engine, ids, answers, stepped = self.llm.llm_engine, [], {}, 0
         for index, prompt in enumerate(prompts):
             self.count += 1
@@ -159,7 +164,9 @@ class Commands:
                 **({"cache_salt": salts[index]} if salts and salts[index] else {}),
             }
             ids.append(str(self.count))
-            engine.add_request(ids[-1], item, params)
+            engine.add_request(
+                ids[-1], item, params, lora_request=LoRARequest(**lora) if lora else None
+            )
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:

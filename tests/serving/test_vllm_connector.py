@@ -32,7 +32,7 @@ def test_two_processes_and_a_remote_server_float32(
         2000 : 2000 + 5 * BLOCK
     ]  # all of it is there in whole chunks: one token must be left to compute
     with RemoteServer() as remote:
-        connector = {"max_local_cpu_size": 1, "remote_url": remote.url}
+        connector = {"chunk_size": BLOCK, "max_local_cpu_size": 1, "remote_url": remote.url}
         with LLMProcess(model, tmp_path / "first.log", connector, **F32) as first:
             (cold,) = first.generate([prompt], max_tokens=NEW_TOKENS)
             (again,) = first.generate([prompt], max_tokens=NEW_TOKENS)
@@ -66,7 +66,7 @@ def test_two_processes_and_a_remote_server_bfloat16(
     settings = {**F32, "dtype": "bfloat16"}
     prompts = [text[:700], text[3000:4200]]
     with RemoteServer() as remote:
-        connector = {"max_local_cpu_size": 1, "remote_url": remote.url}
+        connector = {"chunk_size": BLOCK, "max_local_cpu_size": 1, "remote_url": remote.url}
         with LLMProcess(
             model, tmp_path / "first.log", connector, **{**settings, "enable_prefix_caching": True}
         ) as first:
@@ -101,7 +101,7 @@ def llm(
     model: Path, cutter: GetCutter, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LLMProcess]:
     log = tmp_path_factory.mktemp("llm") / "llm.log"
-    connector = {"max_local_cpu_size": 1.5, "remote_url": cutter.url}
+    connector = {"chunk_size": BLOCK, "max_local_cpu_size": 1.5, "remote_url": cutter.url}
     settings = {**F32, "max_num_batched_tokens": 512, "enable_prompt_embeds": True}
     with LLMProcess(model, log, connector, **settings) as process:
         yield process
@@ -158,6 +158,27 @@ def test_cache_salt_is_part_of_the_key(llm: LLMProcess, text: list[int]) -> None
         for salt in ("a", "a", "b", "", "", "b")
     ]
     assert cached == [0, 3 * BLOCK, 0, 0, 3 * BLOCK, 3 * BLOCK]
+
+
+def test_a_tag_is_part_of_the_key_and_skip_save_keeps_nothing(
+    llm: LLMProcess, text: list[int]
+) -> None:
+    prompt = text[18_000:18_400]
+    alice, bob = {"lmcache.tag.user": "alice"}, {"lmcache.tag.user": "bob"}
+    (before,) = llm.stats()
+    plan = [
+        {"lmcache.skip_save": True},
+        {},
+        alice,
+        bob,
+        alice,
+        alice | {"lmcache.skip_save": True},
+        {},
+    ]
+    cached = [llm.generate([prompt], max_tokens=2, transfer=params)[0]["cached"] for params in plan]
+    (after,) = llm.stats()
+    assert cached == [0, 0, 0, 0, 3 * BLOCK, 3 * BLOCK, 3 * BLOCK]
+    assert after["stored_tokens"] - before["stored_tokens"] == 3 * 3 * BLOCK
 
 
 def test_embeddings_are_not_cached(llm: LLMProcess, text: list[int]) -> None:
@@ -234,7 +255,7 @@ def test_store_past_its_budget_and_preemption(model: Path, text: list[int], tmp_
     preempts."""
     chunk_bytes = 2 * 30 * BLOCK * 3 * 64 * 4  # K * L * T * H * D * float32
     settings = {**F32, "max_model_len": 1024, "num_gpu_blocks_override": 16}
-    connector = {"max_local_cpu_size": 12 * chunk_bytes / 2**30}
+    connector = {"chunk_size": BLOCK, "max_local_cpu_size": 12 * chunk_bytes / 2**30}
     with LLMProcess(model, tmp_path / "small.log", connector, **settings) as llm:
         prompts = [text[1000 * index :][:400] for index in range(9)]
         alone = [llm.generate([prompt], max_tokens=NEW_TOKENS)[0] for prompt in prompts]
@@ -280,7 +301,7 @@ def test_local_hit_that_ends_inside_a_chunk(model: Path, text: list[int], tmp_pa
 def test_tensor_parallel(model: Path, text: list[int], tmp_path: Path) -> None:
     """Two ranks, each with its shard of 2 of 4 KV heads, its store and its lookup server."""
     padded = model.with_name("smollm2-tp2")
-    connector = {"max_local_cpu_size": 1}
+    connector = {"chunk_size": BLOCK, "max_local_cpu_size": 1}
     with LLMProcess(
         padded, tmp_path / "tp.log", connector, bind="0|1", tensor_parallel_size=2, **F32
     ) as llm:
