@@ -55,7 +55,7 @@ demo-modules: $(VENV)/run  ## each module's own demo
 demo-tp: $(VENV)/demo  ## two ranks of a small Llama, each with its shard and its store
 	@PYTHONPATH=. $(VENV)/bin/torchrun --standalone --nproc-per-node 2 examples/tp_demo.py
 
-test: $(VENV)/dev lint  ## everything, the demos too (about 5 minutes)
+test: $(VENV)/dev lint  ## everything, the demos too (about 10 minutes)
 	$(PY) -m pytest tests
 
 interop: $(VENV)/dev  ## against the real LMCache 0.3.14, part by part and both ways
