@@ -229,7 +229,7 @@ STAGING_BUFFERS = 4  # shared by all connections of a server
 
 def parse_device(device):
     """`cpu`, `cuda` or `cuda:N`, where there is one; else a ValueError that lists what there is."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = torch.cuda.device_count()
     allowed = ["cpu"] + ["cuda"] * bool(count) + [f"cuda:{index}" for index in range(count)]
     if str(device) not in allowed:
         raise ValueError(f"device {str(device)!r} is not here; this host has {', '.join(allowed)}")
@@ -325,7 +325,7 @@ class ChunkStore(Closing):
     in use and idle in turn; pins. A key is anything hashable. eviction: a name in POLICIES.
     warm_bytes: fresh memory is touched so far ahead. Safe to share between threads."""
 
-    def __init__(self, device, max_bytes, eviction="lru", warm_bytes=WARM_BYTES):
+    def __init__(self, device, max_bytes, eviction="slru", warm_bytes=WARM_BYTES):
         if max_bytes < 1:
             raise ValueError(f"max_bytes {max_bytes} must be 1 or more")
         if eviction not in POLICIES:
@@ -338,7 +338,7 @@ class ChunkStore(Closing):
         self._chunks = {}  # key -> Chunk
         self._pins = OrderedDict()  # lookup_id -> (deadline, chunks)
         self._in_use = self._releases = 0
-        self.counters = Counter()
+        self.counters = Counter(hits=0, misses=0, evictions=0, rejected=0)
         self._log = RareLog(logger)
         self._warm_bytes, self._warm_end, self._warmer = warm_bytes, 0, None
         if self.device.type == "cpu" and warm_bytes:
@@ -373,8 +373,7 @@ class ChunkStore(Closing):
 
     def reserve(self, nbytes):
         """Memory for a chunk, evicting others where needed; None where too much is in use."""
-        found = self.reserve_many([nbytes])
-        return found[0] if found else None
+        return next(iter(self.reserve_many([nbytes])), None)
 
     def reserve_many(self, sizes, whole=False):
         """Memory for chunks of so many bytes each: as many leading ones as there is room for;
@@ -434,6 +433,7 @@ class ChunkStore(Closing):
                 self._drop(old)
             chunk.key = key
             self._chunks[key] = chunk
+            self.policy.added(key)
             return chunk
 
     def abandon(self, chunk):
@@ -445,10 +445,7 @@ class ChunkStore(Closing):
             chunk = self._chunks.get(key)
             self.counters["misses" if chunk is None else "hits"] += counted
             if chunk is not None:
-                if not chunk.refs:
-                    self._in_use += 1
-                    self.policy.take((key,))
-                chunk.refs += 1
+                self._hold((chunk,))
             return chunk
 
     def acquire_each(self, keys, metas, prefix=False):
@@ -528,12 +525,9 @@ class ChunkStore(Closing):
         with self._lock:
             self._expire_pins()
             pinned = sum(len(chunks) for _, chunks in self._pins.values())
-            counted = {
-                name: self.counters[name] for name in ("hits", "misses", "evictions", "rejected")
-            }
             return dict(
                 chunks=len(self._chunks), bytes_used=self._arena.used, max_bytes=self.max_bytes,
-                in_use=self._in_use, pins=len(self._pins), pinned_chunks=pinned, **counted,
+                in_use=self._in_use, pins=len(self._pins), pinned_chunks=pinned, **self.counters,
             )  # fmt: skip
 
     def close(self):
@@ -793,7 +787,7 @@ class LMCacheEngine(Closing):
         self.token_database = self.names.token_database
         self._paged = None
         self._lock = threading.Lock()  # of the counters
-        self._counters = dict.fromkeys(ENGINE_COUNTERS, 0)
+        self._counters = Counter(dict.fromkeys(ENGINE_COUNTERS, 0))
         self._move_lock, self._streams = threading.Lock(), {}  # torch.device -> its stream
         self._closed = False
         self._log = RareLog(logger)
@@ -827,9 +821,8 @@ class LMCacheEngine(Closing):
         if self._closed or (self.names.save_only_first_rank and self.metadata.worker_id != 0):
             return 0
         stored, made = 0, []  # made: reserved chunks, of the first of the missing
-        here = self.chunks.acquire_each(
-            names.keys, names.lengths
-        )  # our head does not go for our tail
+        # Held from here on: our head does not go for our tail.
+        here = self.chunks.acquire_each(names.keys, names.lengths)
         try:
             missing = [i for i in range(names.masked, len(here)) if here[i] is None]
             sizes = [names.lengths[i] * self.names.token_bytes for i in missing]
@@ -887,8 +880,8 @@ class LMCacheEngine(Closing):
         finally:
             self.chunks.release(filter(None, here[count:]))
         hits = names.end_of(leading)
-        total, hit = names.num_tokens, hits > 0
-        self.count(lookups=1, lookup_tokens=total, hit_tokens=hits, hits=hit, misses=not hit)
+        hit, asked = hits > 0, names.num_tokens
+        self.count(lookups=1, lookup_tokens=asked, hit_tokens=hits, hits=hit, misses=not hit)
         return hits
 
     def lookup_unpin(self, lookup_id: str):
@@ -956,9 +949,7 @@ class LMCacheEngine(Closing):
             if gpus[0] not in self._streams:
                 self._streams[gpus[0]] = torch.cuda.Stream(gpus[0])
             stream = self._streams[gpus[0]]
-            stream.wait_stream(
-                torch.cuda.current_stream(gpus[0])
-            )  # what the caller queued is first
+            stream.wait_stream(torch.cuda.current_stream(gpus[0]))  # the caller's work comes first
             try:
                 with torch.cuda.stream(stream):
                     self._move_on_stream(move, paged, jobs)
@@ -970,11 +961,9 @@ class LMCacheEngine(Closing):
             move(jobs)
             return
         on_gpu = paged.device.type == "cuda"
-        for (
-            slots,
-            stored,
-        ) in jobs:  # subtle: torch gives one chunk's memory to the next in the order
-            beside = torch.empty_like(stored, device=paged.device)  # of the stream
+        for slots, stored in jobs:
+            # subtle: torch gives one chunk's memory to the next in the order of the stream
+            beside = torch.empty_like(stored, device=paged.device)
             if move == paged.gather:
                 move([(slots, beside)])
                 stored.copy_(beside, non_blocking=on_gpu)
@@ -986,8 +975,7 @@ class LMCacheEngine(Closing):
 
     def count(self, **amounts: int):
         with self._lock:
-            for name, amount in amounts.items():
-                self._counters[name] += amount
+            self._counters.update(amounts)
 
     def stats(self) -> dict[str, int]:
         """Counters, and the store's figures; hits and misses: lookups of some tokens, and none."""

@@ -46,7 +46,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain, filterfalse, islice
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Annotated, Any, Literal, NamedTuple
@@ -247,7 +247,7 @@ class LMCacheEngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     lookup_server_worker_ids: tuple[Annotated[int, Meta(ge=0)], ...] | None = None  # (): all ranks
     extra_config: dict[str, Any] | None = None
     pin_timeout_sec: Annotated[float, Meta(gt=0, le=1e9)] = 300.0
-    eviction_policy: str = "lru"  # a name in engine.POLICIES
+    eviction_policy: str = "slru"  # a name in POLICIES
 
     def __post_init__(self):
         for info in msgspec.structs.fields(self):
@@ -284,8 +284,8 @@ class LMCacheEngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def _read(path):
-        decoders = {".json": msgspec.json, ".toml": msgspec.toml, ".yaml": msgspec.yaml}
-        decoders[".yml"] = msgspec.yaml
+        decoders = {".json": msgspec.json, ".toml": msgspec.toml}
+        decoders |= dict.fromkeys([".yaml", ".yml"], msgspec.yaml)
         if path.suffix not in decoders:
             raise ValueError(f"config file {path}: its name must end in one of {list(decoders)}")
         try:
@@ -639,7 +639,7 @@ class ChunkNames:
         self._axes = num_kv, num_layers, heads * head_dim  # K, L, H*D
         self.token_bytes = num_kv * num_layers * heads * head_dim * metadata.kv_dtype.itemsize
         longest = self._key(2**64 - 1, None).to_string()  # what does not fit fails now
-        self._end = "@" + DTYPE_TO_TEXT[metadata.kv_dtype]
+        self._tags_at, self._end = len(longest), "@" + DTYPE_TO_TEXT[metadata.kv_dtype]
         self._start = longest.removesuffix("f" * 16 + self._end)  # model@world_size@worker_id@
 
     def of(self, tokens, hashes, offsets, mask, request_configs):
@@ -690,11 +690,7 @@ class ChunkNames:
             return ""
         if not isinstance(configs, dict) or any(type(name) is not str for name in configs):
             raise ValueError(f"request_configs must be a dict with str keys, not {configs!r}")
-        return (
-            self._key(2**64 - 1, configs)
-            .to_string()
-            .removeprefix(self._start)[16 + len(self._end) :]
-        )
+        return self._key(2**64 - 1, configs).to_string()[self._tags_at :]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -711,13 +707,16 @@ class LRU:
     def __init__(self):
         self._order = OrderedDict()  # idle keys
 
+    def added(self, key):
+        """New, and in use."""
+
     def take(self, keys):
-        """These idle ones are in use from now on."""
+        """These idle ones, of a prompt's the head first, are in use from now on."""
         for key in keys:
             del self._order[key]
 
     def used(self, keys):
-        """New, or in use until now: idle, the last of them the last to go."""
+        """In use until now: idle, the last of them the last to go."""
         for key in keys:
             self._order[key] = None
 
@@ -730,63 +729,78 @@ class LRU:
         return iter(self._order)
 
 
-class SLRU:
-    """Segmented LRU with remembered names: what came again is proven and goes after the rest.
+class SLRU(LRU):
+    """Segmented LRU: what is used again, and not at once, outlives its turn.
 
-    Proof is a use long after the one before, whether the key was held since or is but a remembered
-    name. Within the last sixteenth of a room it is none: a request's lookup, retrieve and store are
-    one use. Where the proven exceed their share of the room, the oldest become fresh again.
-
-    With a share of 0 this would be LRU, so a contest sets the share: `_recent` has the names that
-    LRU would hold now. A hit that LRU had missed raises the share, a miss that LRU had hit lowers
-    it; a tenth stays, without which nothing would be hit that LRU misses. The names that LRU too
-    would have dropped are `_older`, for four rooms more. docs/BENCH.md has its hits and its cost.
+    Such a use is proof: an eighth of the room, or more, after the last that counted (what a request
+    does is one use), of a key that is held or whose name is remembered. When a proven key's turn
+    comes, LRU would drop it; here it is kept, up to a share of the room. A contest sets the share:
+    a hit that LRU had missed raises it, a miss that LRU had hit lowers it; a tenth stays, without
+    which nothing would be hit that LRU misses. docs/BENCH.md has its hits and its cost.
     """
 
     def __init__(self):
-        self._fresh, self._proven = OrderedDict(), OrderedDict()  # idle, the first to go first
-        self._held = {}  # key, idle or in use -> the queue that it belongs to
-        self._recent, self._older = {}, {}  # hash(key), smaller than a key -> what _uses was then
+        super().__init__()
+        self._kept = OrderedDict()  # idle, too: key -> _arrivals when its turn came
+        self._held = {}  # key, idle or in use -> is it proven
+        self._gone = {}  # hash(key), smaller than a key, of one evicted -> _rounded then
+        self._arrivals = self._rounded = 0  # in LRU's room: new keys, and kept ones that are used
+        self._seen, self._before = set(), set()  # what counted a short time ago
         self._uses, self._share = 0, 0.1
 
-    def take(self, keys):
-        for key in keys:
-            del self._held[key][key]
+    def added(self, key):
+        self._arrivals += 1
+        if not self._arrivals % 8:  # one int for eight names: they are to be small
+            self._rounded = self._arrivals
+        left = self._gone.pop(hash(key), None)
+        self._held[key] = False
+        if left is not None and self._arrivals - left <= len(self._kept):
+            self._adapt(-1)
+        self._count((key,), left is not None)
 
-    def used(self, keys):
-        held, recent, older, queue = self._held, self._recent, self._older, self._fresh
-        began, room, lead, proven = self._uses, len(held), 0, self._proven
-        self._uses = now = began + len(keys)
+    def take(self, keys):
+        if keys and keys[-1] not in self._seen:  # who uses a tail uses all before it
+            self._count(keys, True)
+        order = self._order
         for key in keys:
-            name, home = hash(key), held.get(key)
-            last = recent.pop(name, None)
-            lead += (home is not None) - (last is not None)
-            if last is None:
-                last = older.pop(name, began)
-            # subtle: a proven key proves all after it: they are nearer to the head
-            if home is proven or began - last > room / 16:
-                queue = proven
-            held[key], recent[name], queue[key] = queue, now, None
-        room = len(held)
-        self._share = min(0.97, max(0.1, self._share + 2 * lead / max(room, 1)))
-        for key in list(islice(proven, max(0, len(proven) - int(self._share * room)))):
-            del proven[key]
-            held[key], self._fresh[key] = self._fresh, None
-        # In batches: whoever looks at a dict from the front skips all that was deleted there
-        if len(recent) > room * 17 // 16:
-            for name in list(islice(recent, len(recent) - room * 15 // 16)):
-                older[name] = recent.pop(name)
-        if len(older) > 5 * room:
-            self._older = dict(islice(older.items(), len(older) - 4 * room, None))
+            try:
+                del order[key]
+            except KeyError:
+                self._arrivals += 1
+                self._adapt(self._arrivals - self._kept.pop(key) > len(self._kept))
+
+    def _count(self, keys, known):
+        proven, held = False, self._held
+        for key in reversed(keys):
+            proof = known and key not in self._seen and key not in self._before
+            # subtle: a proven key proves those before it, which have to outlive it
+            proven = held[key] = proven or proof or held[key]
+        if self._uses > len(held) / 8:
+            self._seen, self._before, self._uses = set(), self._seen, 0
+        self._seen |= set(keys) - self._before
+        self._uses += len(keys)
+
+    def _adapt(self, lead):
+        self._share = min(0.97, max(0.1, self._share + 2 * lead / len(self._held)))
 
     def removed(self, key, evicted):
-        self._held.pop(key, {}).pop(key, None)
-        if not evicted:
-            self._recent.pop(hash(key), None)
-            self._older.pop(hash(key), None)
+        for each in (self._order, self._kept, self._held):
+            each.pop(key, None)
+        if evicted:
+            self._gone[hash(key)] = self._rounded
+            if len(self._gone) > 5 * len(self._held):
+                self._gone = dict(islice(self._gone.items(), len(self._held), None))
+        else:  # nothing of it is remembered
+            self._seen -= {key}
+            self._before -= {key}
 
     def victims(self):
-        return chain(self._fresh, self._proven)
+        order, kept, held = self._order, self._kept, self._held
+        while held.get(next(iter(order), None)):  # LRU would drop it now
+            kept[order.popitem(last=False)[0]] = self._arrivals
+        over, fresh = max(0, len(kept) - int(self._share * len(held))), filterfalse(held.get, order)
+        rest = chain(islice(kept, over, None), filter(held.get, order))
+        return chain(islice(kept, over), fresh, rest)
 
 
 POLICIES = {"lru": LRU, "slru": SLRU}  # config.eviction_policy, remote_server.py --eviction
@@ -794,9 +808,7 @@ POLICIES = {"lru": LRU, "slru": SLRU}  # config.eviction_policy, remote_server.p
 # --------------------------------------------------------------------------------------------------
 # One ipc server and one ipc client: a ROUTER on a socket file, and REQ sockets that ask it
 
-MAX_MESSAGE_BYTES = (
-    64 << 20
-)  # 6 million tokens or slots; a larger frame ends its sender's connection
+MAX_MESSAGE_BYTES = 64 << 20  # 6 million tokens; a larger frame ends its sender's connection
 POLL_MS = 100  # how soon a thread that waits for a message sees that it is to stop
 
 
@@ -1126,8 +1138,7 @@ class LMCacheLookupClient(IpcClient):
             self._log("differ", "ranks have %s hit tokens: the smallest counts", counts)
         self._status[lookup_id] = hits
         while len(self._status) > MAX_STATUS:
-            with suppress(KeyError):  # another thread was faster
-                self._status.popitem(last=False)
+            self._status.popitem(last=False)
         return hits
 
     def lookup_cache(self, lookup_id) -> int:
@@ -1184,8 +1195,8 @@ def main():
             server = stack.enter_context(LMCacheLookupServer(engine, metadata))
             print(f"worker {rank}: holds {held} tokens, listens on {server.path}")
         client = stack.enter_context(LMCacheLookupClient(config, metadata))
-        for name, tokens in (("a", prompt), ("b", prompt[::-1]), ("c", prompt[:100])):
-            hits = client.lookup(tokens, name)
+        for tokens in (prompt, prompt[::-1], prompt[:100]):
+            hits = client.lookup(tokens, "request-1")
             print(f"scheduler: {len(tokens)} tokens: {hits} hit on every rank")
 
 

@@ -138,15 +138,15 @@ def main():
         server = stack.enter_context(ZMQOffloadServer(engine, 0))
         print(f"worker: 2,048 slots of KV, listens on {server.path}")
         spans = ChunkedTokenDatabase(config).process_tokens(list(range(1024)))
-        hashes, lengths = [name for _, _, name in spans], [end - start for start, end, _ in spans]
+        hashes = [name for _, _, name in spans]
         client = stack.enter_context(ZMQOffloadClient("demo", 0))
-        for name, last in (
-            ("4 chunks", 1023),
-            ("the same again", 1023),
-            ("slot 2048, not there", 2048),
-        ):
-            slots = [*range(1023), last]
-            print(f"client: {name}: {client.offload(hashes, slots, lengths)}")
+        for last in (
+            1023,
+            1023,
+            2048,
+        ):  # stored, there already, and a slot that is not in the pages
+            stored = client.offload(hashes, [*range(1023), last], [256] * 4)
+            print(f"client: 4 chunks out of slots 0..1022 and {last}: {stored}")
         print(f"worker: holds {engine.stats()['chunks']} chunks")
 
 

@@ -157,8 +157,12 @@ class ServerMetaMessage:
         return ServerMetaMessage(code, length, fmt, dtype, (*shape,), location)
 
 
-MISS = ServerMetaMessage(ServerReturnCode.FAIL).serialize()
-FOUND = ServerMetaMessage(ServerReturnCode.SUCCESS).serialize()
+# As plain ints: an enum costs a tenth of a small request
+PUT, GET, EXIST, LIST, HEALTH, STATS, CLEAR, DELETE = map(int, ClientCommand)
+SUCCESS, FAIL = map(int, ServerReturnCode)
+
+MISS = ServerMetaMessage(FAIL).serialize()
+FOUND = ServerMetaMessage(SUCCESS).serialize()
 
 # --------------------------------------------------------------------------------------------------
 # One connection, the same at both ends
@@ -178,6 +182,7 @@ class Stream:
         self.buffer = bytearray(REQUEST.size * BATCH)
         self._view = memoryview(self.buffer)
         self.at = self.have = 0  # buffer[at:have] was read and is not consumed
+        self.left = 0  # bytes of the message's payload that are to come
         self.idle_since = monotonic()  # of a server's: waits for a request since then
         self.begin()
 
@@ -202,8 +207,7 @@ class Stream:
         """A message begins: patience anew."""
         self._began, self._moved = monotonic(), 0
 
-    def _pace(self, count):
-        self._moved += count
+    def _pace(self):
         if monotonic() > self._began + self.timeout_sec + self._moved / MIN_BYTES_PER_SEC:
             raise TimeoutError(f"only {self._moved} bytes moved in {self.timeout_sec} s and more")
 
@@ -220,14 +224,18 @@ class Stream:
                 return True
             raise TimeoutError(f"peer stalled after {left} bytes") from error
         if left:
-            self._pace(count)
+            self._moved += count
+            self._pace()
         else:
             self.begin()
         self.have += count
         return count > 0
 
     def read(self, view):
-        """Fills view."""
+        """Fills view with what comes next of the payload."""
+        if len(view) > self.left:
+            raise ValueError(f"{len(view)} bytes asked for, {self.left} of this payload are left")
+        self.left -= len(view)
         early = min(self.have - self.at, len(view))
         if early:
             view[:early] = self._view[self.at : self.at + early]
@@ -238,16 +246,19 @@ class Stream:
                 count = self.sock.recv_into(view)
             except BlockingIOError as error:
                 raise TimeoutError("peer stalled in the middle of a message") from error
+            self._moved += count
+            if count == len(view):
+                return
             if count == 0:
                 raise ConnectionError("peer closed in the middle of a message")
-            self._pace(count)
+            self._pace()
             view = view[count:]
 
-    def skip(self, length):
-        scratch = memoryview(bytearray(min(length, MAX_DRAIN)))
-        while length > 0:
-            self.read(scratch[:length])
-            length -= len(scratch[:length])
+    def skip(self):
+        """Reads, for nobody, what is left of the payload."""
+        scratch = memoryview(bytearray(min(self.left, MAX_DRAIN)))
+        while self.left:
+            self.read(scratch[: self.left])
 
     def write(self, header, payload=b""):
         """Sends both, in one piece where it can: a header alone waits for a delayed ACK."""
@@ -263,7 +274,8 @@ class Stream:
                     count = self.sock.send(part)
                     if count == len(part):
                         break
-                    self._pace(count)
+                    self._moved += count
+                    self._pace()
                     part = memoryview(part)[count:]
         except BlockingIOError as error:  # SO_SNDTIMEO ran out
             raise TimeoutError("peer does not read") from error
@@ -286,34 +298,26 @@ def read_bytes(read, length):
 
 def tls_context(cert, key, ca, server_side):
     """Mutual TLS: we show cert, signed by ca, and so must the peer. PEM files; ValueError where one
-    cannot be used."""
+    cannot be used or is missing. None where none of them is named."""
+    if not any((cert, key, ca)):
+        return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.verify_mode = ssl.CERT_REQUIRED
     if server_side:
         context.num_tickets = 0  # bytes between requests tell a client that something is wrong
     try:
-        context.load_cert_chain(cert, key)
         context.load_verify_locations(ca)
-    except OSError as error:  # ssl.SSLError is one
-        raise ValueError(f"TLS files {cert}, {key}, {ca}: {error}") from error
+        context.load_cert_chain(cert, key)
+    except (OSError, TypeError) as error:  # ssl.SSLError is one; without a key cert may have it
+        raise ValueError(f"TLS certificate {cert}, key {key}, CA {ca}: {error}") from error
     return context
-
-
-def tls_of(cert, key, ca, server_side):
-    """The same, or None where no file is named."""
-    if not any((cert, key, ca)):
-        return None
-    if not all((cert, key, ca)):
-        raise ValueError(f"TLS needs a certificate, a key and a CA, not {cert}, {key}, {ca}")
-    return tls_context(cert, key, ca, server_side)
 
 
 # --------------------------------------------------------------------------------------------------
 # The server
 
-PUT, GET, EXIST, HEALTH = 1, 2, 3, 5  # as plain ints: an enum costs a tenth of a small request
-SUCCESS, REQUEST_BYTES = 200, REQUEST.size
+REQUEST_BYTES = REQUEST.size
 EARLY_SHARE = 8  # an eighth of a payload must be here before others are evicted for it
 LISTED_AT_ONCE = 1000  # keys
 
@@ -331,10 +335,12 @@ class LMCacheServer(Closing):
     """
 
     def __init__(self, host, port, device="cpu", max_bytes=5 << 30, max_clients=1024,
-                 stall_timeout_sec=30.0, tls=None, eviction="lru"):  # fmt: skip
+                 stall_timeout_sec=30.0, tls=None, eviction="slru"):  # fmt: skip
         if max_clients < 1 or not 1e-3 <= stall_timeout_sec <= 1e6:
-            limits = f"max_clients {max_clients}, stall_timeout_sec {stall_timeout_sec}"
-            raise ValueError(f"{limits}: allowed are 1 or more, 0.001..1e6")
+            raise ValueError(
+                f"max_clients {max_clients}, stall_timeout_sec {stall_timeout_sec}: "
+                "allowed are 1 or more, 0.001..1e6"
+            )
         self.max_clients, self.stall_timeout_sec, self.tls = max_clients, stall_timeout_sec, tls
         with ExitStack() as undo:  # where one fails, those before it are closed
             self._listener = undo.enter_context(_listen(host, port))
@@ -417,22 +423,16 @@ class LMCacheServer(Closing):
             raise ConnectionError("left after a PUT header")  # nobody was evicted on its word
         fmt, dtype, location, *shape = numbers
         header = REPLY.pack(SUCCESS, length, fmt, dtype, *shape, location)
-        left = length
-
-        def read(view):
-            nonlocal left
-            stream.read(view)
-            left -= len(view)
-
+        stream.left = length
         try:
-            self._take(key, length, header, read)
+            self._take(stream, key, length, header)
         except Exception as error:
             self._failed(error)
-        if left:
+        if stream.left:
             self._log("refused", "PUT of %d bytes refused: %s", length, self.store.stats())
-            stream.skip(left)
+            stream.skip()
 
-    def _take(self, key, length, header, read):
+    def _take(self, stream, key, length, header):
         """Stores a payload, visible when its last byte is there; or leaves the rest of it unread.
 
         Subtle: nobody is evicted for what is only announced, an eighth must be here before; and
@@ -444,14 +444,14 @@ class LMCacheServer(Closing):
             chunk = store.reserve_hole(length)
         if chunk is None:
             early = memoryview(bytearray(length // EARLY_SHARE * (length <= store.max_bytes)))
-            read(early)
+            stream.read(early)
             old = store.acquire(key, counted=False)  # stays until the new one is whole
 
         def receive(view):
             nonlocal early
             count = min(len(early), len(view))
             view[:count], early = early[:count], early[count:]
-            read(view[count:])
+            stream.read(view[count:])
 
         large = length > half
         with self._lock:
@@ -461,23 +461,23 @@ class LMCacheServer(Closing):
         try:
             if admitted and (chunk := chunk or store.reserve(length)) is not None:
                 chunk.meta = header
-                store.fill(chunk, receive)
+                store.fill(chunk, receive if early else stream.read)
                 store.commit(key, chunk)
         finally:
             with self._lock:
                 self._unfinished[large] -= length * admitted
-            store.release([each for each in (chunk, old) if each is not None])
+            store.release([*filter(None, (chunk, old))])
 
     def _answer(self, stream, command, key):
-        if command == ClientCommand.LIST:
+        if command == LIST:
             self._list(stream)
-        elif command == ClientCommand.STATS:
+        elif command == STATS:
             body = json.dumps(self.stats()).encode()
             stream.write(ServerMetaMessage(SUCCESS, len(body)).serialize(), body)
-        elif command == ClientCommand.CLEAR:
+        elif command == CLEAR:
             self.store.clear()
             stream.write(FOUND)
-        elif command == ClientCommand.DELETE:
+        elif command == DELETE:
             stream.write(FOUND if self.store.remove(key) else MISS)
         else:
             self._log("command", "client %s: unknown command %d: FAIL", stream.peer, command)
@@ -572,8 +572,9 @@ class LMCacheServer(Closing):
 
     def stats(self) -> dict[str, int]:
         """The store's figures, and connected and refused clients."""
-        ours = {"clients": len(self._clients), "refused_clients": self.refused_clients}
-        return self.store.stats() | ours
+        return self.store.stats() | {
+            "clients": len(self._clients), "refused_clients": self.refused_clients,
+        }  # fmt: skip
 
     def close(self):
         """Ends every connection, gives up memory and port. Idempotent."""
@@ -671,7 +672,7 @@ class RemoteClient(Closing):
     def put_many(self, items):
         """Stores many; what is under way when the connection breaks may be lost, see flush()."""
         for key, meta, pieces in items:
-            self._put(_request(ClientCommand.PUT, key, meta), iter(pieces))
+            self._put(_request(PUT, key, meta), iter(pieces))
 
     def _put(self, header, pieces):
         first, gone = next(pieces, b""), False  # gone: the first piece is, see ChunkStore.pieces
@@ -703,44 +704,35 @@ class RemoteClient(Closing):
         receive(view) to take the next len(view) bytes of the payload. What it leaves is skipped."""
 
         def take(stream, index, reply):
-            if reply.code != SUCCESS:
-                return
-            left = reply.length
+            if reply.code == SUCCESS:
+                meta = RemoteMeta(reply.length, reply.fmt, reply.dtype, reply.shape)
+                fill(index, meta, stream.read)
+                stream.skip()
 
-            def receive(view):
-                nonlocal left
-                if len(view) > left:
-                    raise ValueError(f"{len(view)} bytes asked for, {left} of this chunk are left")
-                stream.read(view)
-                left -= len(view)
-
-            fill(index, RemoteMeta(reply.length, reply.fmt, reply.dtype, reply.shape), receive)
-            stream.skip(left)
-
-        self._pipeline(ClientCommand.GET, keys, take)
+        self._pipeline(GET, keys, take)
 
     def exists(self, key) -> bool:
         return self.exists_many([key])[0]
 
     def exists_many(self, keys) -> list[bool]:
-        return self._codes(ClientCommand.EXIST, keys)
+        return self._codes(EXIST, keys)
 
     def delete(self, key) -> bool:
         """Removes one key; False where it is not there."""
-        return self._codes(ClientCommand.DELETE, [key])[0]
+        return self._codes(DELETE, [key])[0]
 
     def clear(self):
         """Removes every key."""
-        self._body(ClientCommand.CLEAR)
+        self._body(CLEAR)
 
     def list_keys(self) -> list[str]:
         """Every key on the server, those first that go first. LMCache's own never answers."""
-        body = self._body(ClientCommand.LIST)
+        body = self._body(LIST)
         return body.decode(errors="backslashreplace").split("\n") if body else []
 
     def stats(self) -> dict[str, int]:
         """The server's figures, see LMCacheServer.stats; a ValueError from one that has none."""
-        return json.loads(self._body(ClientCommand.STATS))
+        return json.loads(self._body(STATS))
 
     def health(self) -> bool:
         """True where a server answers; False, and no exception, where none does."""
@@ -770,7 +762,7 @@ class RemoteClient(Closing):
     # -- one connection
 
     def _ping(self):
-        self._pipeline(ClientCommand.HEALTH, [ANY_KEY], lambda *_: None)
+        self._pipeline(HEALTH, [ANY_KEY], lambda *_: None)
 
     def _codes(self, command, keys):
         codes = []
@@ -782,7 +774,7 @@ class RemoteClient(Closing):
 
         def take(stream, _, reply):
             if reply.code != SUCCESS:
-                raise ValueError(f"{self.host}:{self.port} answers {command.name} with FAIL")
+                raise ValueError(f"{self.host}:{self.port} answers command {command} with FAIL")
             body[:] = read_bytes(stream.read, reply.length)
 
         self._pipeline(command, [ANY_KEY], take)
@@ -816,6 +808,7 @@ class RemoteClient(Closing):
         self._own.unconfirmed = 0
         if reply.length < 0:
             raise ValueError(f"{self.host}:{self.port} announces {reply.length} bytes")
+        stream.left = reply.length
         return reply
 
     def _call(self, exchange):
@@ -880,7 +873,7 @@ def connect_remote(config: LMCacheEngineConfig, timeout_sec: float = 5.0) -> Rem
         return None
     extra = config.extra_config or {}
     files = [extra.get(f"remote_tls_{name}") for name in ("cert", "key", "ca")]
-    tls = tls_of(*files, False)  # type: ignore[call-arg]
+    tls = tls_context(*files, False)  # type: ignore[call-arg]
     return RemoteClient(config.remote_url, timeout_sec, tls=tls)
 
 
@@ -907,10 +900,7 @@ class RemoteTier:
     def __init__(self, engine, remote):
         self._engine, self._store, self._names = engine, engine.chunks, engine.names
         self._remote, self._log, self._pid = remote, RareLog(logger), os.getpid()
-        self._backoff_sec, self._retry_at = (
-            BACKOFF_SEC / 2,
-            0.0,
-        )  # 0 where it is well: not known yet
+        self._backoff_sec, self._retry_at = BACKOFF_SEC / 2, 0.0  # 0 if it is well: not known yet
         self._outbox, self._outbox_bytes = deque(), 0  # (key, chunk in use, was it sent before)
         self._named, self._count_named = deque(maxlen=FLUSH_NAMES), 0  # names meant for the remote
         self._heard = threading.local()  # of them, how many a thread heard of at flush()
@@ -930,8 +920,8 @@ class RemoteTier:
 
     def _failed(self, error):
         self._engine.count(remote_errors=1)
-        ours = isinstance(error, ValueError)  # a key too long: not the remote's fault
-        if not ours and monotonic() >= self._retry_at:  # several faults at once count as one
+        theirs = not isinstance(error, ValueError)  # as of a key too long
+        if theirs and monotonic() >= self._retry_at:  # several faults at once count as one
             self._backoff_sec = min(max(2 * self._backoff_sec, BACKOFF_SEC), MAX_BACKOFF_SEC)
             self._retry_at = monotonic() + self._backoff_sec
         self._log(type(error).__name__, "remote failed, left alone for a while: %r", error)
@@ -1132,7 +1122,7 @@ def arguments():
     add("--max-gib", type=float, default=5.0, help="GiB of chunks, fractions too (%(default)s)")
     add("--max-clients", type=int, default=1024, help="connections at once (%(default)s)")
     add("--stall-sec", type=float, default=30.0, help="for half a request (%(default)s)")
-    add("--eviction", default="lru", choices=POLICIES, help="which chunks go first (%(default)s)")
+    add("--eviction", default="slru", choices=POLICIES, help="which chunks go first (%(default)s)")
     add("--stats", action="store_true", help="a running server's figures; exit 0 if it is well")
     add("--prometheus", action="store_true", help="with --stats: as Prometheus reads them")
     add("--clear", action="store_true", help="remove every key from a running server")
@@ -1151,11 +1141,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     asking = args.stats or args.clear or args.delete
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        tls = tls_of(args.tls_cert, args.tls_key, args.tls_ca, server_side=not asking)
+        tls = tls_context(args.tls_cert, args.tls_key, args.tls_ca, server_side=not asking)
         if asking:
             return ask(args, tls)
-        if not 0 < args.max_gib <= 2**20:
-            raise ValueError(f"--max-gib {args.max_gib} must be above 0, and at most {2**20}")
+        if not 0 < args.max_gib < inf:
+            raise ValueError(f"--max-gib {args.max_gib} must be above 0")
         server = LMCacheServer(args.host, args.port, args.device, int(args.max_gib * 2**30),
                                args.max_clients, args.stall_sec, tls, args.eviction)  # fmt: skip
     except (ValueError, OSError, MemoryError) as error:

@@ -152,9 +152,9 @@ MODULE_DEMOS = {  # lines of what each prints, as patterns
     ],
     "offload_server.py": [
         r"worker: 2,048 slots of KV, listens on \S+_offload_\S+",
-        r"client: 4 chunks: True",
-        r"client: the same again: True",
-        r"client: slot 2048, not there: False",
+        r"client: 4 chunks out of slots 0..1022 and 1023: True",
+        r"client: 4 chunks out of slots 0..1022 and 1023: True",
+        r"client: 4 chunks out of slots 0..1022 and 2048: False",
         r"worker: holds 4 chunks",
     ],
     "lookup.py": [

@@ -146,7 +146,7 @@ DEFAULTS |= dict(
     enable_blending=False, blend_special_str=" # # ", remote_url=None, lookup_server_worker_ids=None
 )
 DEFAULTS |= dict(extra_config=None, pin_timeout_sec=300.0, pre_caching_hash_algorithm="sha256")
-DEFAULTS |= dict(local_cpu=True, eviction_policy="lru")
+DEFAULTS |= dict(local_cpu=True, eviction_policy="slru")
 
 
 def test_defaults():
