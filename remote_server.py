@@ -310,7 +310,7 @@ def tls_context(cert, key, ca, server_side):
         context.load_verify_locations(ca)
         context.load_cert_chain(cert, key)
     except (OSError, TypeError) as error:  # ssl.SSLError is one; without a key cert may have it
-        raise ValueError(f"TLS certificate {cert}, key {key}, CA {ca}: {error}") from error
+        raise ValueError(f"TLS files {cert}, {key}, {ca} (all three): {error}") from error
     return context
 
 
