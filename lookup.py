@@ -46,7 +46,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
-from itertools import accumulate, chain, filterfalse, islice
+from itertools import accumulate, filterfalse, islice
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Annotated, Any, Literal, NamedTuple
@@ -57,6 +57,7 @@ import zmq
 from msgspec import Meta
 
 logger = logging.getLogger("lmcache.lookup")
+to_msgpack = msgspec.msgpack.encode
 
 # --------------------------------------------------------------------------------------------------
 # Names: dtypes, formats, and the key of a chunk
@@ -181,12 +182,18 @@ HASHES = list[int | Annotated[bytes, Meta(min_length=9)]]  # 8 bytes would have 
 LENGTHS = list[Annotated[int, Meta(ge=1, le=2**31)]]  # tokens in each chunk, LMCache's "offsets"
 
 
+class Chunks(msgspec.Struct):
+    """What may come off a wire as chunks."""
+
+    hashes: HASHES
+    offsets: LENGTHS
+
+
 def check_hashes(hashes, offsets):
     """ValueError for what could not have come off a wire as chunk hashes and lengths in tokens."""
     try:
-        msgspec.convert(offsets, LENGTHS)
-        msgspec.convert(hashes, HASHES)
-        msgspec.msgpack.encode(hashes)  # holds ints in -2**63..2**64-1
+        msgspec.convert({"hashes": hashes, "offsets": offsets}, Chunks)
+        to_msgpack(hashes)  # holds ints in -2**63..2**64-1
         if len(hashes) != len(offsets):
             raise ValueError(f"{len(hashes)} and {len(offsets)} of them")
     except (msgspec.MsgspecError, ValueError, OverflowError, TypeError) as error:
@@ -440,7 +447,11 @@ def pack_tokens(tokens):
     try:
         if isinstance(tokens, (str, bytes, bytearray)):  # array() would take them for raw memory
             raise TypeError(type(tokens).__name__)
-        return memoryview(array("q", tokens)).cast("B")
+        with suppress(OverflowError):  # of a negative id; else "Q" takes a third of "q"'s time
+            ids = array("Q", tokens).tobytes()
+            if ids[7::8].isascii():  # all below 2**63
+                return memoryview(ids)
+        return memoryview(array("q", tokens).tobytes())
     except (TypeError, OverflowError) as error:
         raise ValueError(f"tokens must be a sequence of signed 64-bit integers: {error}") from error
 
@@ -798,9 +809,11 @@ class SLRU(LRU):
         order, kept, held = self._order, self._kept, self._held
         while held.get(next(iter(order), None)):  # LRU would drop it now
             kept[order.popitem(last=False)[0]] = self._arrivals
-        over, fresh = max(0, len(kept) - int(self._share * len(held))), filterfalse(held.get, order)
-        rest = chain(islice(kept, over, None), filter(held.get, order))
-        return chain(islice(kept, over), fresh, rest)
+        over = max(0, len(kept) - int(self._share * len(held)))
+        yield from islice(kept, over)
+        yield from filterfalse(held.get, order)
+        yield from islice(kept, over, None)
+        yield from filter(held.get, order)
 
 
 POLICIES = {"lru": LRU, "slru": SLRU}  # config.eviction_policy, remote_server.py --eviction
@@ -842,7 +855,8 @@ def rpc_path(engine_id, service, port, rank):
 def check_rpc_folder(folder):
     """PermissionError for a folder in which somebody else could put a socket in place of ours: one
     that is not our own, unless it is sticky and root's as /tmp is, or one that others may write."""
-    info, own = os.stat(folder), {os.stat(folder).st_uid, os.lstat(folder).st_uid} == {os.getuid()}
+    info, link = os.stat(folder), os.lstat(folder)
+    own = {info.st_uid, link.st_uid} == {os.getuid()}
     strangers = info.st_mode & stat.S_IWOTH or (
         info.st_mode & stat.S_IWGRP and info.st_gid != os.getgid()
     )
@@ -933,7 +947,8 @@ class IpcServer(Closing):
             ):
                 self._socket.set(option, value)
             bind_ipc(self._socket, path)
-            undo.callback(self._unlink)  # before the close: nobody finds a server about to go
+            # Before the close: nobody finds a server that is about to go.
+            undo.callback(Path(path).unlink, missing_ok=True)
             self._service = Service(name, self._step, lambda: self._opened.close())
             self._opened = undo.pop_all()
 
@@ -960,10 +975,6 @@ class IpcServer(Closing):
             self._socket.send_multipart([*frames[:end], reply])
         except zmq.ZMQError:
             self.undelivered(frames[end:])
-
-    def _unlink(self):
-        with suppress(OSError):
-            os.unlink(self.path)
 
     def close(self):
         """Ends the thread and takes the socket file away. Idempotent."""
@@ -997,6 +1008,9 @@ class IpcClient(Closing):
 
     def _connected(self, path, deadline):
         """This thread's socket to the server that is there now, or is by the deadline."""
+        if self._own.is_new():
+            self._own.sockets = {}
+        found = self._own.sockets
         while not self._closed:
             try:
                 inode = socket_file(path)
@@ -1007,18 +1021,17 @@ class IpcClient(Closing):
                 sleep(0.01)
         else:
             raise OSError("this client is closed")
-        if self._own.is_new():
-            self._own.sockets = {}
-        found = self._own.sockets
-        if path not in found or found[path][0] != inode:  # not yet, or another server by now
-            sock = context_of(os.getpid()).socket(zmq.REQ)
-            found[path] = inode, sock
-            sock.set(zmq.LINGER, 0)
-            sock.set(zmq.SNDTIMEO, 0)
-            sock.set(zmq.RCVTIMEO, min(self.timeout_ms, POLL_MS))
-            sock.set(zmq.RECONNECT_IVL, 20)  # ms
-            sock.connect(f"ipc://{path}")
-        return found[path][1]
+        known, sock = found.get(path, (0, None))
+        if inode == known:
+            return sock
+        sock = context_of(os.getpid()).socket(zmq.REQ)  # for the first, or another server
+        found[path] = inode, sock
+        sock.set(zmq.LINGER, 0)
+        sock.set(zmq.SNDTIMEO, 0)
+        sock.set(zmq.RCVTIMEO, min(self.timeout_ms, POLL_MS))
+        sock.set(zmq.RECONNECT_IVL, 20)  # ms
+        sock.connect(f"ipc://{path}")
+        return sock
 
     def _receive(self, sock, deadline):
         while monotonic() < deadline and not self._closed:
@@ -1073,16 +1086,17 @@ class LMCacheLookupServer(IpcServer):
 
     def __init__(self, lmcache_engine, metadata):
         self.engine = lmcache_engine
-        self._types = {"hashes": HASHES, "offsets": LENGTHS}
+        types = Chunks.__annotations__
         if lmcache_engine.config.enable_blending:
-            self._types = {"tokens": list[int]}
+            types = {"tokens": list[int]}
+        self._decode = {name: msgspec.msgpack.Decoder(each).decode for name, each in types.items()}
         super().__init__(lookup_path(metadata, metadata.worker_id), "lookup-server")
 
     def answer(self, frames) -> bytes:
         *request, lookup_id, configs = frames
         decoded = {
-            name: msgspec.msgpack.decode(frame, type=wanted)
-            for (name, wanted), frame in zip(self._types.items(), request, strict=True)
+            name: decode(frame)
+            for (name, decode), frame in zip(self._decode.items(), request, strict=True)
         }
         decoded["request_configs"] = json.loads(configs) if configs else None
         hits = self.engine.lookup(**decoded, lookup_id=lookup_id.decode(), pin=True)
@@ -1156,21 +1170,16 @@ class LMCacheLookupClient(IpcClient):
         try:
             tail = [lookup_id.encode(), json.dumps(configs).encode() if configs else b""]
         except (TypeError, AttributeError) as error:
-            text = (
+            raise ValueError(
                 f"lookup_id {lookup_id!r} must be a str, request_configs {configs!r} JSON: {error}"
-            )
-            raise ValueError(text) from error
+            ) from error
         if self.token_database is None:
             ids = pack_tokens(token_ids).cast("q").tolist()
-            return [msgspec.msgpack.encode(ids), *tail] if ids else []
+            return [to_msgpack(ids), *tail] if ids else []
         spans = self.token_database.process_tokens(token_ids)
         hashes, lengths = [name for _, _, name in spans], [end - start for start, end, _ in spans]
         try:
-            return (
-                [msgspec.msgpack.encode(hashes), msgspec.msgpack.encode(lengths), *tail]
-                if spans
-                else []
-            )
+            return [to_msgpack(hashes), to_msgpack(lengths), *tail] if spans else []
         except (TypeError, OverflowError) as error:  # of a token database of the user's own
             raise ValueError(f"hashes must be ints of 64 bits or bytes: {error}") from error
 
@@ -1196,8 +1205,9 @@ def main():
             print(f"worker {rank}: holds {held} tokens, listens on {server.path}")
         client = stack.enter_context(LMCacheLookupClient(config, metadata))
         for tokens in (prompt, prompt[::-1], prompt[:100]):
-            hits = client.lookup(tokens, "request-1")
-            print(f"scheduler: {len(tokens)} tokens: {hits} hit on every rank")
+            print(
+                f"scheduler: {len(tokens)} tokens: {client.lookup(tokens, 'a')} hit on every rank"
+            )
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from lookup import (
     LMCacheMetadata,
     RareLog,
     rpc_path,
+    to_msgpack,
 )
 
 logger = logging.getLogger("lmcache.offload_server")
@@ -65,7 +66,7 @@ def offload_path(engine_id, tp_rank):
 class ZMQOffloadServer(IpcServer):
     """Stores what it is asked to, in a thread of its own; a bad request is answered False."""
 
-    refusal = msgspec.msgpack.encode(OffloadRetMsg(False))
+    refusal = to_msgpack(OffloadRetMsg(False))
 
     def __init__(self, lmcache_engine, tp_rank):
         self.engine = lmcache_engine
@@ -75,9 +76,7 @@ class ZMQOffloadServer(IpcServer):
     def answer(self, frames) -> bytes:
         (frame,) = frames
         message = msgspec.msgpack.decode(frame, type=OffloadMsg)
-        return msgspec.msgpack.encode(
-            OffloadRetMsg(self.offload(**msgspec.structs.asdict(message)))
-        )
+        return to_msgpack(OffloadRetMsg(self.offload(**msgspec.structs.asdict(message))))
 
     def offload(self, hashes, slot_mapping, offsets, deadline=None) -> bool:
         """Stores chunks out of the paged cache: all of them, those already there included, or none
@@ -109,7 +108,7 @@ class ZMQOffloadClient(IpcClient):
         deadline = time.monotonic() + self.timeout_ms / 1000
         try:
             message = OffloadMsg([*hashes], [*slot_mapping], [*offsets], deadline)
-            request = msgspec.msgpack.encode(message)
+            request = to_msgpack(message)
         except (TypeError, OverflowError) as error:
             raise ValueError(f"hashes, slots, offsets must be ints of 64 bits: {error}") from error
         try:

@@ -134,7 +134,7 @@ def hits_of_model(model, room, requests):
             leading += 1
         model.take(found)
         crowd = max(0, len(present) + len(missing) - room)
-        for victim in model.victims()[:crowd]:
+        for victim in model.victims()[:crowd] if crowd else ():
             model.removed(victim, evicted=True)
             present.remove(victim)
         for block in missing[: room - len(present)]:
