@@ -855,7 +855,7 @@ class TcpMachine(Machine):
     OPERATIONS = st.one_of(
         st.tuples(st.just("put"), TCP_KEYS, FIELDS, st.integers(0, MAX_PAYLOAD)),
         st.tuples(st.sampled_from(["get", "get", "exist"]), TCP_KEYS),
-        st.tuples(st.just("health"), TCP_KEYS),
+        st.tuples(st.sampled_from(["health", "delete", "clear"]), TCP_KEYS),
         st.tuples(st.just("unknown"), OTHERS),
     )
 
@@ -933,6 +933,8 @@ class TcpMachine(Machine):
                     "get": ClientCommand.GET,
                     "exist": ClientCommand.EXIST,
                     "health": ClientCommand.HEALTH,
+                    "delete": ClientCommand.DELETE,
+                    "clear": ClientCommand.CLEAR,
                 }[name]
                 data += request(command, arguments[0])
                 expected.append((name, arguments[0], None))
@@ -949,9 +951,13 @@ class TcpMachine(Machine):
                 header, payload = wire.reply()
                 assert payload == b"" and header[1:] == (0, 1, 2, 0, 0, 0, 0, 0)
                 there = header[0] == 200
-                assert there == {"health": True, "unknown": False}.get(name, there)
-                if name == "exist":
+                assert there == {"health": True, "clear": True, "unknown": False}.get(name, there)
+                if name in ("exist", "delete"):
                     self.found(key, there)
+                if name == "delete":
+                    self.model.pop(key.rstrip(b" "), None)
+                if name == "clear":
+                    self.model.clear()
         wire.sync()
 
     @rule(
@@ -1157,17 +1163,18 @@ def test_random_bytes_to_the_client():
     listener = socket.create_server(("127.0.0.1", 0))
     answer, stop = [b""], []
 
+    def answer_one(sock):
+        with sock, contextlib.suppress(OSError):
+            sock.recv(10_000)
+            sock.sendall(answer[0])
+            sock.shutdown(socket.SHUT_WR)
+            while sock.recv(10_000):  # no reset: it would take the answer with it
+                pass
+
     def serve():
-        while True:
+        while not stop:  # a thread a connection: the engine's asker and writer have their own
             sock, _ = listener.accept()
-            with sock, contextlib.suppress(OSError):
-                if stop:
-                    return
-                sock.recv(10_000)
-                sock.sendall(answer[0])
-                sock.shutdown(socket.SHUT_WR)
-                while sock.recv(10_000):  # no reset: it would take the answer with it
-                    pass
+            threading.Thread(target=answer_one, args=(sock,), daemon=True).start()
 
     thread = threading.Thread(target=serve)
     thread.start()
