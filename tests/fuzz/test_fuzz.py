@@ -141,7 +141,8 @@ class ChunkStoreMachine(Machine):
 
     @initialize(capacity=st.sampled_from([1, 2, 6, 10, 16]))
     def start(self, capacity):
-        self.store = ChunkStore("cpu", capacity * 64, warm_bytes=0)
+        # With the policy whose order is plain; the others' is in test_engine_eviction.py.
+        self.store = ChunkStore("cpu", capacity * 64, "lru", warm_bytes=0)
         self.model = {}  # key -> Chunk
         self.idle = OrderedDict()  # keys that nobody uses, the first to go first
         self.reserved = []  # Chunks
