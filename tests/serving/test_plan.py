@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
-from vllm_connector import KVOffloadConnector, read_settings
+from vllm_connector import KVOffloadConnector, read_settings, remote_of
 from vllm_names import check_pages, model_name
 
 BLOCK, CHUNK = 4, 8
@@ -446,6 +446,26 @@ def test_settings_go_over_the_environment_and_that_over_the_file(monkeypatch, tm
 def test_settings_that_are_refused(settings: dict, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         read_settings(settings, block_size=16)
+
+
+@pytest.mark.parametrize("scheme", ["lm", "valkey", "redis"])
+def test_the_remote_that_a_url_names(scheme: str) -> None:
+    if scheme != "lm":
+        pytest.importorskip("valkey", reason="pip install -r requirements/valkey.txt")
+    _, config = read_settings({"remote_url": f"{scheme}://127.0.0.1:1"}, block_size=16)
+    remote = remote_of(config, 0.1)
+    kind = "RemoteClient" if scheme == "lm" else "ValkeyRemote"
+    assert type(remote).__name__ == kind
+    with pytest.raises(OSError):  # nobody is there, and nobody waits
+        remote.exists_many(["m@1@0@1@half"])
+    remote.close()
+
+
+def test_no_remote_and_one_of_an_unknown_scheme() -> None:
+    assert remote_of(read_settings({}, block_size=16)[1], 1.0) is None
+    _, config = read_settings({"remote_url": "mooncake://host:1"}, block_size=16)
+    with pytest.raises(ValueError, match="mooncake.*lm://, lms://, valkey://.*rediss://"):
+        remote_of(config, 1.0)
 
 
 def test_the_schedulers_metadata_has_the_chunk_size(monkeypatch) -> None:

