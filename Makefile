@@ -7,7 +7,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM_PY := $(VLLM_VENV)/bin/python
 VLLM_PIP := $(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo demo-modules demo-tp demo-vllm test test-vllm interop fuzz soak bench bench-eviction bench-cuda bench-vllm lint clean
+.PHONY: help demo demo-modules demo-tp demo-vllm test test-vllm interop fuzz soak bench bench-scale bench-eviction bench-cuda bench-vllm lint clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -70,6 +70,9 @@ soak: $(VENV)/dev  ## the long runs: churn, many clients, faults
 
 bench: $(VENV)/dev  ## ours, LMCache's and the floor, side by side
 	$(PY) bench/bench.py
+
+bench-scale: $(VENV)/dev  ## remote_server.py beside Valkey, alone and as a cluster, with 1 to 16 clients
+	$(PY) bench/bench_scale.py
 
 TRACE ?= conversation_trace.jsonl.gz
 bench-eviction: $(VENV)/dev  ## what each eviction policy hits on a TRACE, beside the best there could be

@@ -174,7 +174,7 @@ class Arena:
         """The leading chunks that find room, each with the pieces side by side, holes and idle
         chunks, that are to go for it; none for one that lies in a hole, or is to lie in what
         the place before leaves. victims: an iterator of idle chunks, the first to go first."""
-        placed, passed, claimed, room = [], [], set(), 0
+        placed, claimed, room = [], set(), 0
         for chunk in chunks:
             place = ()
             if (hole := self.find(chunk.size)) is not None:
@@ -182,10 +182,12 @@ class Arena:
             elif chunk.size <= room:  # in what the last place leaves
                 room -= chunk.size
             else:
-                place, passed = self._search(chunk.size, chain(passed, victims), claimed)
+                place, passed = self._search(chunk.size, victims, claimed)
                 if place is None:
                     break
                 claimed.update(place)
+                if passed := [piece for piece in passed if piece not in claimed]:
+                    victims = chain(passed, victims)  # the next may find a place there
                 room = sum(piece.size for piece in place) - chunk.size
                 deque(map(self._unbin, filter(_is_hole, place)), 0)  # for nobody else
             placed.append((chunk, place))
@@ -195,26 +197,26 @@ class Arena:
     def _search(self, size, victims, claimed):
         """Of the places of `size` bytes that begin at the first to go, the one whose last use is
         the longest ago, or None; and whom it looked at."""
-        found, too_small, passed = [], set(), []
+        found, seen, passed = [], set(), []
         for anchor in victims:
             if anchor in claimed:
                 continue
             passed.append(anchor)
-            if anchor in too_small:
+            if anchor in seen:
                 continue
             place, room, before = [], 0, anchor.left
             piece = before if _is_hole(before) and before not in claimed else anchor
             while _is_free(piece) and piece not in claimed and (room < size or _is_hole(piece)):
                 place.append(piece)  # a hole at either end, too: it costs nobody
                 room, piece = room + piece.size, piece.right
+            seen.update(place)
             if room < size:
-                too_small.update(place)
                 continue
             found.append(place)
             if anchor.size >= size or len(found) == PLACES_TRIED:
                 break
-        age = lambda place: max(piece.used_at for piece in place)  # noqa: E731
-        return min(found, key=age, default=None), passed
+        oldest = min(found, key=lambda place: max(each.used_at for each in place), default=None)
+        return oldest, passed
 
 
 # --------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
-from itertools import accumulate, filterfalse, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Annotated, Any, Literal, NamedTuple
@@ -138,12 +138,8 @@ class CacheEngineKey:
         tags = "".join(f"@{name}%{value}" for name, value in self.tags)
         start = f"{self.model_name}@{self.world_size}@{self.worker_id}@{hash_hex(self.chunk_hash)}"
         text = f"{start}@{DTYPE_TO_TEXT[self.dtype]}{layer}{tags}"
-        separators = 4 + bool(layer) + len(self.tags)
-        if (
-            text.count("@") > separators
-            or "\n" in text
-            or any("%" in name for name, _ in self.tags)
-        ):
+        unclear = any("%" in name for name, _ in self.tags) or "\n" in text
+        if unclear or text.count("@") > 4 + bool(layer) + len(self.tags):
             raise ValueError(f"key {text!r}: no '@' or newline in names, tags; no '%' in tag names")
         if text != text.strip():
             raise ValueError(f"key {text!r}: white space at an end is lost in a request's padding")
@@ -156,9 +152,7 @@ class CacheEngineKey:
     def from_string(cls, text: str) -> "CacheEngineKey":
         parts = text.split("@")
         if len(parts) < 5 or parts[4] not in TEXT_TO_DTYPE:
-            raise ValueError(
-                f"key {text!r} is not model@world@worker@hash@dtype[@layer][@tag%v]..."
-            )
+            raise ValueError(f"key {text!r} is not model@world@worker@hash@dtype[@layer][@tags]")
         model_name, world_size, worker_id, digits, dtype, *rest = parts
         layer_id = int(rest.pop(0)) if rest and rest[0].isdecimal() else None
         tags = {f"{TAG}{name}": v for name, _, v in (tag.partition("%") for tag in rest)}
@@ -340,9 +334,7 @@ class LMCacheMetadata:
         if self.kv_dtype not in DTYPE_TO_TEXT:
             raise ValueError(f"kv_dtype {self.kv_dtype!r} is not one of {list(DTYPE_TO_TEXT)}")
         if len(shape) != 5 or any(not isinstance(n, int) or n < 1 for n in shape):
-            raise ValueError(
-                f"kv_shape {shape!r} must be five positive ints: L, K, chunk_size, H, D"
-            )
+            raise ValueError(f"kv_shape {shape!r} must be 5 positive ints: L, K, chunk_size, H, D")
         if shape[1] != (1 if self.use_mla else 2):
             raise ValueError(f"kv_shape {shape}: K is 1 with MLA, else 2; use_mla = {self.use_mla}")
         if self.chunk_size not in (None, shape[2]):
@@ -351,9 +343,8 @@ class LMCacheMetadata:
 
     def check_chunk_size(self, config: LMCacheEngineConfig):
         if self.chunk_size != config.chunk_size:
-            raise ValueError(
-                f"config.chunk_size {config.chunk_size} is not metadata's, {self.chunk_size}"
-            )
+            both = f"config.chunk_size {config.chunk_size} is not metadata's, {self.chunk_size}"
+            raise ValueError(both)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -712,8 +703,7 @@ class LRU:
     """The least recently used goes first. A policy knows keys only; a store asks it, locked.
 
     A chunk in use is not in the order, so that a thousand pins cost no search, and what is let go
-    of was used just now: a request that pins, retrieves, stores and unpins is one use.
-    """
+    of was used just now: a request that pins, retrieves, stores and unpins is one use."""
 
     def __init__(self):
         self._order = OrderedDict()  # idle keys
@@ -745,10 +735,8 @@ class SLRU(LRU):
 
     Such a use is proof: an eighth of the room, or more, after the last that counted (what a request
     does is one use), of a key that is held or whose name is remembered. When a proven key's turn
-    comes, LRU would drop it; here it is kept, up to a share of the room. A contest sets the share:
-    a hit that LRU had missed raises it, a miss that LRU had hit lowers it; a tenth stays, without
-    which nothing would be hit that LRU misses. docs/BENCH.md has its hits and its cost.
-    """
+    comes, LRU would drop it; here it is kept, up to a share of the room. A hit that LRU had missed
+    raises the share, a miss that LRU had hit lowers it, to a tenth: see docs/BENCH.md."""
 
     def __init__(self):
         super().__init__()
@@ -809,11 +797,17 @@ class SLRU(LRU):
         order, kept, held = self._order, self._kept, self._held
         while held.get(next(iter(order), None)):  # LRU would drop it now
             kept[order.popitem(last=False)[0]] = self._arrivals
-        over = max(0, len(kept) - int(self._share * len(held)))
-        yield from islice(kept, over)
-        yield from filterfalse(held.get, order)
-        yield from islice(kept, over, None)
-        yield from filter(held.get, order)
+        oldest = chain(kept, filter(held.get, order))
+        room = int(self._share * len(held)) - len(kept)
+        yield from islice(oldest, max(0, -room))
+        for key in order:
+            if not held[key]:
+                yield key
+            elif room > 0:
+                room -= 1
+            else:  # this one would be kept, and the oldest go for it
+                yield next(oldest)
+        yield from oldest
 
 
 POLICIES = {"lru": LRU, "slru": SLRU}  # config.eviction_policy, remote_server.py --eviction
@@ -857,9 +851,8 @@ def check_rpc_folder(folder):
     that is not our own, unless it is sticky and root's as /tmp is, or one that others may write."""
     info, link = os.stat(folder), os.lstat(folder)
     own = {info.st_uid, link.st_uid} == {os.getuid()}
-    strangers = info.st_mode & stat.S_IWOTH or (
-        info.st_mode & stat.S_IWGRP and info.st_gid != os.getgid()
-    )
+    by_group = info.st_mode & stat.S_IWGRP and info.st_gid != os.getgid()
+    strangers = by_group or info.st_mode & stat.S_IWOTH
     sticky = info.st_mode & stat.S_ISVTX and info.st_uid == 0
     if not sticky and (not own or strangers):
         raise PermissionError(
@@ -928,8 +921,7 @@ class IpcServer(Closing):
     """A socket file and a thread that answers what comes: every request gets exactly one reply,
     answer()'s, or `refusal` where that raises.
 
-    OSError where another server is alive on the path, or the folder is not ours alone.
-    """
+    OSError where another server is alive on the path, or the folder is not ours alone."""
 
     refusal = b""
 
@@ -938,14 +930,12 @@ class IpcServer(Closing):
         with ExitStack() as undo:
             self._socket = context_of(os.getpid()).socket(zmq.ROUTER)
             undo.callback(self._socket.close)
-            for option, value in (
-                (zmq.LINGER, 0),
-                (zmq.RCVTIMEO, POLL_MS),
-                (zmq.SNDTIMEO, 0),  # who does not read its replies is not waited for
-                (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
-                (zmq.ROUTER_MANDATORY, 1),  # a reply to a peer that is gone is an error
-            ):
-                self._socket.set(option, value)
+            option = self._socket.set
+            option(zmq.LINGER, 0)
+            option(zmq.RCVTIMEO, POLL_MS)
+            option(zmq.SNDTIMEO, 0)  # who does not read its replies is not waited for
+            option(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+            option(zmq.ROUTER_MANDATORY, 1)  # a reply to a peer that is gone is an error
             bind_ipc(self._socket, path)
             # Before the close: nobody finds a server that is about to go.
             undo.callback(Path(path).unlink, missing_ok=True)
@@ -1079,8 +1069,7 @@ class LMCacheLookupServer(IpcServer):
 
     Request frames (hashes): [msgpack list of chunk hashes, msgpack list of chunk lengths,
     lookup_id, JSON configs or b""]. Blending: [msgpack list of token ids, lookup_id, configs].
-    lmcache_engine: what has lookup(...) -> int, lookup_unpin(id) and config.enable_blending.
-    """
+    lmcache_engine: what has lookup(...) -> int, lookup_unpin(id) and config.enable_blending."""
 
     refusal = bytes(4)
 
@@ -1116,8 +1105,7 @@ class LMCacheLookupClient(IpcClient):
     all have it.
 
     config.lookup_timeout_ms is for a whole lookup, all ranks together; whatever fails is 0 hits and
-    a warning.
-    """
+    a warning."""
 
     def __init__(self, config, metadata):
         metadata.check_chunk_size(config)
@@ -1204,10 +1192,8 @@ def main():
             server = stack.enter_context(LMCacheLookupServer(engine, metadata))
             print(f"worker {rank}: holds {held} tokens, listens on {server.path}")
         client = stack.enter_context(LMCacheLookupClient(config, metadata))
-        for tokens in (prompt, prompt[::-1], prompt[:100]):
-            print(
-                f"scheduler: {len(tokens)} tokens: {client.lookup(tokens, 'a')} hit on every rank"
-            )
+        for ids in (prompt, prompt[::-1], prompt[:100]):
+            print(f"scheduler: {len(ids)} tokens: {client.lookup(ids, 'a')} hit on every rank")
 
 
 if __name__ == "__main__":

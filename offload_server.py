@@ -14,7 +14,6 @@ the timeout: what its client has given up is not stored later).
 """
 
 import contextlib
-import logging
 import os
 import tempfile
 import time
@@ -30,12 +29,9 @@ from lookup import (
     IpcServer,
     LMCacheEngineConfig,
     LMCacheMetadata,
-    RareLog,
     rpc_path,
     to_msgpack,
 )
-
-logger = logging.getLogger("lmcache.offload_server")
 
 
 class OffloadMsg(msgspec.Struct, omit_defaults=True):
@@ -100,7 +96,6 @@ class ZMQOffloadClient(IpcClient):
 
     def __init__(self, engine_id, tp_rank, timeout_ms=10_000):
         super().__init__([offload_path(engine_id, tp_rank)], timeout_ms)
-        self._log = RareLog(logger)
 
     def offload(self, hashes, slot_mapping, offsets) -> bool:
         """True when all of it is stored; False, and a warning, where the server refuses or gives no

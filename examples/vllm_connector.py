@@ -77,7 +77,7 @@ logger = logging.getLogger(
 OWN_SETTINGS = {"device": "cpu", "layout": "auto", "model_name": "", "remote_timeout_sec": 5.0}
 OWN_SETTINGS |= {"lmcache_rpc_port": 0}
 NULL_BLOCK = 0  # vLLM's: stands in a table where there is no block
-VALKEY_SCHEMES = ("valkey", "valkeys", "redis", "rediss")
+SCHEMES = ("lm", "lms", "valkey", "valkeys", "redis", "rediss")  # of a remote_url
 
 
 # --------------------------------------------------------------------------------------------------
@@ -124,13 +124,10 @@ class StepMetadata(KVConnectorMetadata):
 
 
 def remote_of(config: LMCacheEngineConfig, timeout_sec: float) -> Any:
-    """The client of what config.remote_url names, or None; ValueError for a scheme not known."""
-    scheme = urlsplit(config.remote_url or "").scheme
-    if config.remote_url is None or scheme in ("lm", "lms"):
+    """The client of what config.remote_url names, or None."""
+    scheme = urlsplit(config.remote_url or "lm:").scheme
+    if scheme in ("lm", "lms"):
         return connect_remote(config, timeout_sec)
-    if scheme not in VALKEY_SCHEMES:
-        known = ", ".join(f"{name}://" for name in ("lm", "lms", *VALKEY_SCHEMES))
-        raise ValueError(f"remote_url {config.remote_url!r}: the schemes known are {known}")
     try:
         from valkey_remote import remote_of_url
     except ImportError as error:
@@ -147,6 +144,10 @@ def read_settings(extra: dict, block_size: int) -> tuple[dict[str, Any], LMCache
     except ValueError as error:
         own_names = ", ".join(OWN_SETTINGS)
         raise ValueError(f"kv_connector_extra_config: {error}, or {own_names}") from error
+    scheme = urlsplit(config.remote_url or "lm:").scheme
+    if scheme not in SCHEMES:  # the rest of a URL may hold a password
+        known = ", ".join(f"{name}://" for name in SCHEMES)
+        raise ValueError(f"remote_url has the scheme {scheme!r}; known are {known}")
     # Also where K is 1 each rank has a store, and maybe a shard, of its own.
     extra_config = {"save_only_first_rank": False, **(config.extra_config or {})}
     parts = [config.save_unfull_chunk, config.enable_blending, extra_config["save_only_first_rank"]]

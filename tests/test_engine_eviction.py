@@ -113,11 +113,13 @@ class PlainSLRU:
     def victims(self):
         while self.idle and self.held[self.idle[0]] == "proven":
             self.kept.append((self.idle.pop(0), self.arrivals))
-        beyond = max(0, len(self.kept) - int(self.share * len(self.held)))
-        kept = [key for key, _ in self.kept]
-        proven = [key for key in self.idle if self.held[key] == "proven"]
-        fresh = [key for key in self.idle if self.held[key] == "fresh"]
-        return kept[:beyond] + fresh + kept[beyond:] + proven
+        kept, gone = [key for key, _ in self.kept], []
+        for key in [None, *self.idle, None]:  # whose turn comes, one after another
+            while len(kept) > int(self.share * len(self.held)):
+                gone.append(kept.pop(0))
+            if key is not None:
+                (kept if self.held[key] == "proven" else gone).append(key)
+        return gone + kept
 
 
 PLAIN = {"lru": PlainLRU, "slru": PlainSLRU}

@@ -355,6 +355,22 @@ def test_several_that_share_one_place():
         assert store.stats()["evictions"] == 16 and store.stats()["bytes_used"] == 64 * KIB
 
 
+@pytest.mark.parametrize("policy", ["lru", "slru"])
+@pytest.mark.parametrize("seed", range(4))
+def test_larger_chunks_do_not_evict_each_other_while_older_smaller_ones_are_there(policy, seed):
+    """The small ones were all used again, in another order, so that with slru they are proven."""
+    small, rng = list(range(3_000)), random.Random(seed)
+    with ChunkStore("cpu", 3_000 * 64, policy, warm_bytes=0) as store:
+        for key in small:
+            store.release([store.commit(key, store.reserve(64))])
+        rng.shuffle(small)
+        for key in small:
+            assert store.contains(key)
+        for number in range(60):
+            store.release([store.commit(("large", number), store.reserve(16 * 64))])
+        assert all(store.contains(("large", number)) for number in range(60))
+
+
 UNITS = 24
 STEPS = st.one_of(
     st.tuples(st.just("put"), st.integers(1, 10)),
