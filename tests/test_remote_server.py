@@ -692,7 +692,7 @@ def test_leaving_in_the_middle_of_a_put(server, client, before, sent):
     assert wait_for(lambda: server.stats()["clients"] == 1)
     assert client.exists(KEY) == bool(before)
     assert before is None or client.get(KEY)[1] == before
-    assert server.stats()["bytes_used"] == (64 if before else 0)
+    assert wait_for(lambda: server.stats()["bytes_used"] == (64 if before else 0))
 
 
 @pytest.mark.parametrize(
