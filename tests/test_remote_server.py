@@ -491,6 +491,7 @@ def test_the_value_being_replaced_stays_until_the_new_one_is_whole(server, clien
 def slow_reader(stack, server, key):
     """Asks for a chunk and reads the first bytes of it: it is in use from now on."""
     sock = stack.enter_context(connected(server.port))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)  # the kernel reads no more for it
     sock.sendall(request(GET, key))
     assert read(sock, 36)[:4] == FOUND[:4]
 
