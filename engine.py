@@ -231,7 +231,7 @@ STAGING_BUFFERS = 4  # shared by all connections of a server
 
 def parse_device(device):
     """`cpu`, `cuda` or `cuda:N`, where there is one; else a ValueError that lists what there is."""
-    count = torch.cuda.device_count()
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     allowed = ["cpu"] + ["cuda"] * bool(count) + [f"cuda:{index}" for index in range(count)]
     if str(device) not in allowed:
         raise ValueError(f"device {str(device)!r} is not here; this host has {', '.join(allowed)}")
@@ -882,8 +882,10 @@ class LMCacheEngine(Closing):
         finally:
             self.chunks.release(filter(None, here[count:]))
         hits = names.end_of(leading)
-        hit, asked = hits > 0, names.num_tokens
-        self.count(lookups=1, lookup_tokens=asked, hit_tokens=hits, hits=hit, misses=not hit)
+        hit = hits > 0
+        self.count(
+            lookups=1, lookup_tokens=names.num_tokens, hit_tokens=hits, hits=hit, misses=not hit
+        )
         return hits
 
     def lookup_unpin(self, lookup_id: str):

@@ -176,9 +176,7 @@ HASHES = list[int | Annotated[bytes, Meta(min_length=9)]]  # 8 bytes would have 
 LENGTHS = list[Annotated[int, Meta(ge=1, le=2**31)]]  # tokens in each chunk, LMCache's "offsets"
 
 
-class Chunks(msgspec.Struct):
-    """What may come off a wire as chunks."""
-
+class Chunks(msgspec.Struct):  # what may come off a wire; a Struct's types are looked at once
     hashes: HASHES
     offsets: LENGTHS
 
@@ -285,8 +283,8 @@ class LMCacheEngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def _read(path):
-        decoders = {".json": msgspec.json, ".toml": msgspec.toml}
-        decoders |= dict.fromkeys([".yaml", ".yml"], msgspec.yaml)
+        yaml = msgspec.yaml
+        decoders = {".json": msgspec.json, ".toml": msgspec.toml, ".yaml": yaml, ".yml": yaml}
         if path.suffix not in decoders:
             raise ValueError(f"config file {path}: its name must end in one of {list(decoders)}")
         try:
@@ -343,8 +341,9 @@ class LMCacheMetadata:
 
     def check_chunk_size(self, config: LMCacheEngineConfig):
         if self.chunk_size != config.chunk_size:
-            both = f"config.chunk_size {config.chunk_size} is not metadata's, {self.chunk_size}"
-            raise ValueError(both)
+            raise ValueError(
+                f"config.chunk_size {config.chunk_size} is not metadata's, {self.chunk_size}"
+            )
 
 
 # --------------------------------------------------------------------------------------------------

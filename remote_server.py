@@ -181,8 +181,8 @@ class Stream:
         self.sock, self.timeout_sec, self.peer = sock, timeout_sec, peer
         self.buffer = bytearray(REQUEST.size * BATCH)
         self._view = memoryview(self.buffer)
-        self.at = self.have = 0  # buffer[at:have] was read and is not consumed
-        self.left = 0  # bytes of the message's payload that are to come
+        # buffer[at:have] was read and is not consumed; left: bytes of a payload that are to come
+        self.at = self.have = self.left = 0
         self.idle_since = monotonic()  # of a server's: waits for a request since then
         self.begin()
 
@@ -207,7 +207,8 @@ class Stream:
         """A message begins: patience anew."""
         self._began, self._moved = monotonic(), 0
 
-    def _pace(self):
+    def _pace(self, count):
+        self._moved += count
         if monotonic() > self._began + self.timeout_sec + self._moved / MIN_BYTES_PER_SEC:
             raise TimeoutError(f"only {self._moved} bytes moved in {self.timeout_sec} s and more")
 
@@ -224,8 +225,7 @@ class Stream:
                 return True
             raise TimeoutError(f"peer stalled after {left} bytes") from error
         if left:
-            self._moved += count
-            self._pace()
+            self._pace(count)
         else:
             self.begin()
         self.have += count
@@ -246,12 +246,12 @@ class Stream:
                 count = self.sock.recv_into(view)
             except BlockingIOError as error:
                 raise TimeoutError("peer stalled in the middle of a message") from error
-            self._moved += count
             if count == len(view):
+                self._moved += count
                 return
             if count == 0:
                 raise ConnectionError("peer closed in the middle of a message")
-            self._pace()
+            self._pace(count)
             view = view[count:]
 
     def skip(self):
@@ -274,8 +274,7 @@ class Stream:
                     count = self.sock.send(part)
                     if count == len(part):
                         break
-                    self._moved += count
-                    self._pace()
+                    self._pace(count)
                     part = memoryview(part)[count:]
         except BlockingIOError as error:  # SO_SNDTIMEO ran out
             raise TimeoutError("peer does not read") from error
@@ -299,18 +298,21 @@ def read_bytes(read, length):
 def tls_context(cert, key, ca, server_side):
     """Mutual TLS: we show cert, signed by ca, and so must the peer. PEM files; ValueError where one
     cannot be used or is missing. None where none of them is named."""
-    if not any((cert, key, ca)):
+    files = cert, key, ca
+    if not any(files):
         return None
+    if not all(files):
+        raise ValueError(f"TLS needs a certificate, a key and a CA, not {cert}, {key}, {ca}")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.verify_mode = ssl.CERT_REQUIRED
     if server_side:
         context.num_tickets = 0  # bytes between requests tell a client that something is wrong
     try:
-        context.load_verify_locations(ca)
         context.load_cert_chain(cert, key)
-    except (OSError, TypeError) as error:  # ssl.SSLError is one; without a key cert may have it
-        raise ValueError(f"TLS files {cert}, {key}, {ca} (all three): {error}") from error
+        context.load_verify_locations(ca)
+    except OSError as error:  # ssl.SSLError is one
+        raise ValueError(f"TLS files {cert}, {key}, {ca}: {error}") from error
     return context
 
 
@@ -573,7 +575,7 @@ class LMCacheServer(Closing):
     def stats(self) -> dict[str, int]:
         """The store's figures, and connected and refused clients."""
         return self.store.stats() | {
-            "clients": len(self._clients), "refused_clients": self.refused_clients,
+            "clients": len(self._clients), "refused_clients": self.refused_clients
         }  # fmt: skip
 
     def close(self):
@@ -705,8 +707,11 @@ class RemoteClient(Closing):
 
         def take(stream, index, reply):
             if reply.code == SUCCESS:
-                meta = RemoteMeta(reply.length, reply.fmt, reply.dtype, reply.shape)
-                fill(index, meta, stream.read)
+                fill(
+                    index,
+                    RemoteMeta(reply.length, reply.fmt, reply.dtype, reply.shape),
+                    stream.read,
+                )
                 stream.skip()
 
         self._pipeline(GET, keys, take)
@@ -774,7 +779,9 @@ class RemoteClient(Closing):
 
         def take(stream, _, reply):
             if reply.code != SUCCESS:
-                raise ValueError(f"{self.host}:{self.port} answers command {command} with FAIL")
+                raise ValueError(
+                    f"{self.host}:{self.port} answers {ClientCommand(command).name} with FAIL"
+                )
             body[:] = read_bytes(stream.read, reply.length)
 
         self._pipeline(command, [ANY_KEY], take)
@@ -920,8 +927,8 @@ class RemoteTier:
 
     def _failed(self, error):
         self._engine.count(remote_errors=1)
-        theirs = not isinstance(error, ValueError)  # as of a key too long
-        if theirs and monotonic() >= self._retry_at:  # several faults at once count as one
+        # A ValueError is ours, as of a key too long; several faults at once count as one.
+        if not isinstance(error, ValueError) and monotonic() >= self._retry_at:
             self._backoff_sec = min(max(2 * self._backoff_sec, BACKOFF_SEC), MAX_BACKOFF_SEC)
             self._retry_at = monotonic() + self._backoff_sec
         self._log(type(error).__name__, "remote failed, left alone for a while: %r", error)
@@ -1144,8 +1151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         tls = tls_context(args.tls_cert, args.tls_key, args.tls_ca, server_side=not asking)
         if asking:
             return ask(args, tls)
-        if not 0 < args.max_gib < inf:
-            raise ValueError(f"--max-gib {args.max_gib} must be above 0")
+        if not 0 < args.max_gib <= 2**20:
+            raise ValueError(f"--max-gib {args.max_gib} must be above 0, and at most {2**20}")
         server = LMCacheServer(args.host, args.port, args.device, int(args.max_gib * 2**30),
                                args.max_clients, args.stall_sec, tls, args.eviction)  # fmt: skip
     except (ValueError, OSError, MemoryError) as error:

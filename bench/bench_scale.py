@@ -24,6 +24,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
+from bench import free_port, server  # noqa: E402
+
 MIB = 1 << 20
 BUDGET = 2 << 30  # bytes, of all nodes together
 CLIENTS = (1, 4, 16)
@@ -32,11 +34,6 @@ ROUNDS = 5
 
 # --------------------------------------------------------------------------------------------------
 # The servers
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 def wait_for_port(port: int) -> None:
@@ -55,14 +52,6 @@ def process(*command: object) -> Iterator[None]:
     finally:
         running.kill()
         running.wait()
-
-
-@contextlib.contextmanager
-def ours() -> Iterator[str]:
-    port, gib = free_port(), BUDGET / 2**30
-    with process(sys.executable, ROOT / "remote_server.py", "127.0.0.1", port, "--max-gib", gib):
-        wait_for_port(port)
-        yield f"lm://127.0.0.1:{port}"
 
 
 @contextlib.contextmanager
@@ -147,7 +136,8 @@ def seconds(pipes: list[Any], order: tuple[str, str, int, int]) -> float:
 def main() -> None:
     spawn = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:
-        urls = {"remote_server.py": stack.enter_context(ours())}
+        port = stack.enter_context(server("ours", BUDGET, warm=False))
+        urls = {"remote_server.py": f"lm://127.0.0.1:{port}"}
         urls["Valkey"] = stack.enter_context(valkey(1))
         urls["3 Valkey nodes"] = stack.enter_context(valkey(3))
         pipes = []
