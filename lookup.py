@@ -732,75 +732,63 @@ class LRU:
 class SLRU(LRU):
     """Segmented LRU: what is used again, and not at once, outlives its turn.
 
-    Such a use is proof: an eighth of the room, or more, after the last that counted (what a request
-    does is one use), of a key that is held or whose name is remembered. When a proven key's turn
-    comes, LRU would drop it; here it is kept, up to a share of the room. A hit that LRU had missed
-    raises the share, a miss that LRU had hit lowers it, to a tenth: see docs/BENCH.md."""
+    Such a use is proof: an eighth of the room in new keys, or more, after the last that counted
+    (what a request does is one use), of a key that is held or whose name is remembered. When a
+    proven key's turn comes, LRU would drop it; here it is kept, up to a share of the room. A hit
+    that LRU had missed raises the share, a miss that LRU had hit lowers it: see docs/BENCH.md."""
 
     def __init__(self):
         super().__init__()
-        self._kept = OrderedDict()  # idle, too: key -> _arrivals when its turn came
-        self._held = {}  # key, idle or in use -> is it proven
+        self._kept = OrderedDict()  # idle, too: key -> _clock when its turn came
+        self._counted = {}  # key, idle or in use -> _clock at the last use that counted
+        self._proven = set()
         self._gone = {}  # hash(key), smaller than a key, of one evicted -> _rounded then
-        self._arrivals = self._rounded = 0  # in LRU's room: new keys, and kept ones that are used
-        self._seen, self._before = set(), set()  # what counted a short time ago
-        self._uses, self._share = 0, 0.1
+        self._clock = self._rounded = 0  # what came into LRU's room: new keys, and kept ones used
+        self._share = 0.1
 
     def added(self, key):
-        self._arrivals += 1
-        if not self._arrivals % 8:  # one int for eight names: they are to be small
-            self._rounded = self._arrivals
-        left = self._gone.pop(hash(key), None)
-        self._held[key] = False
-        if left is not None and self._arrivals - left <= len(self._kept):
-            self._adapt(-1)
-        self._count((key,), left is not None)
+        self._clock += 1
+        if not self._clock % 8:  # one int for eight names: they are to be small
+            self._rounded = self._clock
+        self._counted[key] = self._clock
+        if (left := self._gone.pop(hash(key), None)) is not None:
+            self._proven.add(key)
+            self._adapt(-(self._clock - left <= len(self._kept)))
 
     def take(self, keys):
-        if keys and keys[-1] not in self._seen:  # who uses a tail uses all before it
-            self._count(keys, True)
+        counted, before = self._counted, self._clock - len(self._counted) / 8
+        if keys and counted[keys[-1]] < before:  # who uses a tail uses all before it
+            self._proven.update(keys)  # those before it, too, which have to outlive it
+            counted.update(dict.fromkeys(keys, self._clock))
         order = self._order
         for key in keys:
             try:
                 del order[key]
             except KeyError:
-                self._arrivals += 1
-                self._adapt(self._arrivals - self._kept.pop(key) > len(self._kept))
-
-    def _count(self, keys, known):
-        proven, held = False, self._held
-        for key in reversed(keys):
-            proof = known and key not in self._seen and key not in self._before
-            # subtle: a proven key proves those before it, which have to outlive it
-            proven = held[key] = proven or proof or held[key]
-        if self._uses > len(held) / 8:
-            self._seen, self._before, self._uses = set(), self._seen, 0
-        self._seen |= set(keys) - self._before
-        self._uses += len(keys)
+                self._clock += 1
+                self._adapt(self._clock - self._kept.pop(key) > len(self._kept))
 
     def _adapt(self, lead):
-        self._share = min(0.97, max(0.1, self._share + 2 * lead / len(self._held)))
+        self._share = min(0.97, max(0.1, self._share + 2 * lead / len(self._counted)))
 
     def removed(self, key, evicted):
-        for each in (self._order, self._kept, self._held):
+        for each in (self._order, self._kept, self._counted):
             each.pop(key, None)
+        self._proven.discard(key)
         if evicted:
             self._gone[hash(key)] = self._rounded
-            if len(self._gone) > 5 * len(self._held):
-                self._gone = dict(islice(self._gone.items(), len(self._held), None))
-        else:  # nothing of it is remembered
-            self._seen -= {key}
-            self._before -= {key}
+            if len(self._gone) > 5 * len(self._counted):
+                self._gone = dict(islice(self._gone.items(), len(self._counted), None))
 
     def victims(self):
-        order, kept, held = self._order, self._kept, self._held
-        while held.get(next(iter(order), None)):  # LRU would drop it now
-            kept[order.popitem(last=False)[0]] = self._arrivals
-        oldest = chain(kept, filter(held.get, order))
-        room = int(self._share * len(held)) - len(kept)
+        order, kept, proven = self._order, self._kept, self._proven
+        while next(iter(order), None) in proven:  # LRU would drop it now
+            kept[order.popitem(last=False)[0]] = self._clock
+        oldest = chain(kept, filter(proven.__contains__, order))
+        room = int(self._share * len(self._counted)) - len(kept)
         yield from islice(oldest, max(0, -room))
         for key in order:
-            if not held[key]:
+            if key not in proven:
                 yield key
             elif room > 0:
                 room -= 1

@@ -46,54 +46,38 @@ class PlainLRU:
 
 class PlainSLRU:
     def __init__(self):
-        self.idle, self.kept = [], []  # keys; (key, arrivals when it was kept)
+        self.idle, self.kept = [], []  # keys; (key, clock when it was kept)
         self.held = {}  # key -> "fresh" or "proven"
-        self.gone = []  # (key, arrivals when it was evicted)
-        self.arrivals, self.rounded, self.share = 0, 0, 0.1
-        self.lately, self.before = [], []  # keys of uses that counted
-        self.uses = 0
+        self.counted = {}  # key -> clock at the last use that counted
+        self.gone = []  # (key, clock when it was evicted)
+        self.clock, self.rounded, self.share = 0, 0, 0.1
 
     def adapt(self, lead):
         self.share = max(0.1, min(0.97, self.share + 2 * lead / len(self.held)))
 
     def added(self, key):
-        self.arrivals += 1
-        if self.arrivals % 8 == 0:
-            self.rounded = self.arrivals
-        self.held[key] = "fresh"
+        self.clock += 1
+        if self.clock % 8 == 0:
+            self.rounded = self.clock
         remembered = [when for name, when in self.gone if name == key]
         self.gone = [(name, when) for name, when in self.gone if name != key]
-        if remembered and self.arrivals - remembered[0] <= len(self.kept):
+        self.held[key] = "proven" if remembered else "fresh"
+        self.counted[key] = self.clock
+        if remembered and self.clock - remembered[0] <= len(self.kept):
             self.adapt(-1)  # LRU, whose room has place for what is kept here, had it still
-        if remembered and key not in self.lately and key not in self.before:
-            self.held[key] = "proven"
-        self.count([key])
 
     def take(self, keys):
-        if keys and keys[-1] not in self.lately:
-            nearer_to_the_head = False
-            for key in reversed(keys):
-                if key not in self.lately and key not in self.before:
-                    nearer_to_the_head = True
-                if self.held[key] == "proven":
-                    nearer_to_the_head = True
-                if nearer_to_the_head:
-                    self.held[key] = "proven"
-            self.count(keys)
+        if keys and self.clock - self.counted[keys[-1]] > len(self.held) / 8:
+            for key in keys:
+                self.held[key], self.counted[key] = "proven", self.clock
         for key in keys:
             if key in self.idle:
                 self.idle.remove(key)
             else:
-                self.arrivals += 1
+                self.clock += 1
                 (when,) = [when for name, when in self.kept if name == key]
                 self.kept.remove((key, when))
-                self.adapt(1 if self.arrivals - when > len(self.kept) else 0)
-
-    def count(self, keys):
-        if self.uses > len(self.held) / 8:
-            self.before, self.lately, self.uses = self.lately, [], 0
-        self.lately += [key for key in keys if key not in self.before]
-        self.uses += len(keys)
+                self.adapt(1 if self.clock - when > len(self.kept) else 0)
 
     def used(self, keys):
         self.idle += keys
@@ -101,18 +85,15 @@ class PlainSLRU:
     def removed(self, key, evicted):
         self.idle = [name for name in self.idle if name != key]
         self.kept = [(name, when) for name, when in self.kept if name != key]
-        self.held.pop(key, None)
+        del self.held[key], self.counted[key]
         if evicted:
             self.gone.append((key, self.rounded))
             if len(self.gone) > 5 * len(self.held):
                 self.gone = self.gone[len(self.held) :]
-        else:
-            self.lately = [name for name in self.lately if name != key]
-            self.before = [name for name in self.before if name != key]
 
     def victims(self):
         while self.idle and self.held[self.idle[0]] == "proven":
-            self.kept.append((self.idle.pop(0), self.arrivals))
+            self.kept.append((self.idle.pop(0), self.clock))
         kept, gone = [key for key, _ in self.kept], []
         for key in [None, *self.idle, None]:  # whose turn comes, one after another
             while len(kept) > int(self.share * len(self.held)):
