@@ -438,9 +438,6 @@ class ChunkStore(Closing):
             self.policy.added(key)
             return chunk
 
-    def abandon(self, chunk):
-        self.release([chunk])
-
     def acquire(self, key, counted=True):
         """The chunk, in use until release(); None where there is none."""
         with self._lock:
@@ -464,10 +461,6 @@ class ChunkStore(Closing):
             self._hold(filter(None, found))
             return found
 
-    def acquire_prefix(self, keys, metas):
-        """The leading chunks that are there with these metas, in use until release()."""
-        return [*filter(None, self.acquire_each(keys, metas, prefix=True))]
-
     def hold(self, chunk):
         with self._lock:
             chunk.refs += 1
@@ -477,15 +470,13 @@ class ChunkStore(Closing):
         with self._lock:
             self._release(chunks)
 
-    def contains(self, key):
-        """Whether it is there; that is a use."""
+    def touch(self, keys):
+        """How many leading ones of these are there; that is a use of each."""
         with self._lock:
-            chunk = self._chunks.get(key)
-            if chunk is not None and not chunk.refs:
-                chunk.used_at = self._releases
-                self.policy.take((key,))
-                self.policy.used((key,))
-            return chunk is not None
+            there = [*takewhile(bool, map(self._chunks.get, keys))]
+            self._hold(there)
+            self._release(there)
+            return len(there)
 
     def remove(self, key):
         with self._lock:

@@ -12,6 +12,7 @@ It speaks LMCache 0.3.14's protocol (v1/server, v1/protocol.py); either end can 
     header 186 bytes, GET              ->    header 36 bytes + payload, or FAIL
     header 186 bytes, EXIST or HEALTH  ->    header 36 bytes
     header 186 bytes, LIST or STATS    ->    header 36 bytes + newline-joined keys, or JSON
+    header 186 bytes, PREFIX + keys    ->    header 36 bytes, how many leading ones are there
 
 | thread | socket | what wakes it |
 |---|---|---|
@@ -43,6 +44,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from itertools import takewhile
 from math import inf
 from pathlib import Path
@@ -72,6 +74,7 @@ class ClientCommand(IntEnum):
     STATS = 100  # from here on ours alone; LMCache's server does not know them
     CLEAR = 101
     DELETE = 102
+    PREFIX = 103
 
 
 class ServerReturnCode(IntEnum):
@@ -83,9 +86,13 @@ REQUEST = struct.Struct(f"<9i{MAX_KEY_BYTES}s")  # 9 * 4 + 150 = 186, see Client
 REPLY = struct.Struct("<9i")  # 36. The location is last here, and 5th in a request
 
 
-def raw_key(key):
+def padded(key):
+    """A key as the wire has it: 150 bytes, with spaces at the end."""
     key = key.to_string() if isinstance(key, CacheEngineKey) else key
-    return key.encode() if isinstance(key, str) else key
+    raw = key.encode() if isinstance(key, str) else key
+    if len(raw) > MAX_KEY_BYTES or raw.endswith(b" "):
+        raise ValueError(f"key {raw!r}: {MAX_KEY_BYTES} bytes fit, and no space at the end")
+    return raw.ljust(MAX_KEY_BYTES)
 
 
 def _check_shape(shape):
@@ -117,12 +124,10 @@ class ClientMetaMessage:
 
     def serialize(self) -> bytes:
         _check_shape(self.shape)
-        raw = raw_key(self.key)
-        if len(raw) > MAX_KEY_BYTES or raw.endswith(b" "):
-            raise ValueError(f"key {raw!r}: {MAX_KEY_BYTES} bytes fit, and no space at the end")
+        key = padded(self.key)
         numbers = (self.command, self.length, self.fmt, self.dtype, self.location, *self.shape)
         try:
-            return REQUEST.pack(*numbers, raw.ljust(MAX_KEY_BYTES))
+            return REQUEST.pack(*numbers, key)
         except struct.error as error:
             raise ValueError(f"command, length, fmt, ... {numbers}: {error}") from error
 
@@ -158,11 +163,14 @@ class ServerMetaMessage:
 
 
 # As plain ints: an enum costs a tenth of a small request
-PUT, GET, EXIST, LIST, HEALTH, STATS, CLEAR, DELETE = map(int, ClientCommand)
+PUT, GET, EXIST, LIST, HEALTH, STATS, CLEAR, DELETE, PREFIX = map(int, ClientCommand)
 SUCCESS, FAIL = map(int, ServerReturnCode)
 
 MISS = ServerMetaMessage(FAIL).serialize()
 FOUND = ServerMetaMessage(SUCCESS).serialize()
+ANY_KEY = b"any@1@0@0@half"  # LMCache's server ends a connection whose key it cannot read, or
+HELLO = b"hello@1@0@0@half"  # whose command is ours: a HEALTH of this key tells who it is, by a
+OURS = ServerMetaMessage(SUCCESS, shape=(PREFIX, 0, 0, 0)).serialize()  # shape that is not 0
 
 # --------------------------------------------------------------------------------------------------
 # One connection, the same at both ends
@@ -184,6 +192,7 @@ class Stream:
         # buffer[at:have] was read and is not consumed; left: bytes of a payload that are to come
         self.at = self.have = self.left = 0
         self.idle_since = monotonic()  # of a server's: waits for a request since then
+        self.is_ours = None  # of a client's: does the server know PREFIX
         self.begin()
 
     def prepare(self, tls, **how):
@@ -322,6 +331,7 @@ def tls_context(cert, key, ca, server_side):
 REQUEST_BYTES = REQUEST.size
 EARLY_SHARE = 8  # an eighth of a payload must be here before others are evicted for it
 LISTED_AT_ONCE = 1000  # keys
+MAX_PREFIX_BYTES = 16 << 20  # of keys that one question has
 
 
 class LMCacheServer(Closing):
@@ -378,7 +388,6 @@ class LMCacheServer(Closing):
                 self._clients.pop(stream, None)
 
     def _serve(self, stream):
-        buffer, contains = stream.buffer, self.store.contains
         while not self._closed:
             stream.idle_since = stream.idle_since or monotonic()
             if not stream.more(idle=True):
@@ -386,17 +395,13 @@ class LMCacheServer(Closing):
             stream.idle_since = None
             replies = b""
             while stream.have - stream.at >= REQUEST_BYTES:
-                command, length, *numbers, key = REQUEST.unpack_from(buffer, stream.at)
+                command, length, *numbers, key = REQUEST.unpack_from(stream.buffer, stream.at)
                 stream.at += REQUEST_BYTES
                 key = key.rstrip(b" ")
                 if command == EXIST:
-                    try:
-                        there = contains(key)
-                    except Exception as error:
-                        there = self._failed(error)
-                    replies += FOUND if there else MISS
+                    replies += FOUND if self._touch((key,)) else MISS
                 elif command == HEALTH:
-                    replies += FOUND
+                    replies += OURS if key == HELLO else FOUND
                 else:
                     if replies:  # no answer waits for a payload that may be slow to come
                         stream.write(replies)
@@ -405,6 +410,8 @@ class LMCacheServer(Closing):
                         self._put(stream, key, length, numbers)
                     elif command == GET:
                         self._get(stream, key)
+                    elif command == PREFIX:
+                        self._prefix(stream, length)
                     else:
                         self._answer(stream, command, key)
             if replies:
@@ -415,6 +422,12 @@ class LMCacheServer(Closing):
         if isinstance(error, OSError):  # of the connection
             raise error
         self._log("store", "the store failed: %r", error)
+
+    def _touch(self, keys):
+        try:
+            return self.store.touch(keys)
+        except Exception as error:
+            return self._failed(error) or 0
 
     def _put(self, stream, key, length, numbers):
         if length < 0:  # there is no telling where the next request starts
@@ -504,6 +517,15 @@ class LMCacheServer(Closing):
                 self.store.release((chunk,))
         if header:
             stream.write(header)
+
+    def _prefix(self, stream, length):
+        """How many leading ones of these keys are there, as the first number of the shape."""
+        if not 0 <= length <= MAX_PREFIX_BYTES or length % MAX_KEY_BYTES:
+            raise ConnectionError(f"announces {length} bytes of keys: connection closed")
+        stream.left = length
+        keys = struct.iter_unpack(f"{MAX_KEY_BYTES}s", read_bytes(stream.read, length))
+        count = self._touch([key.rstrip(b" ") for (key,) in keys])
+        stream.write(ServerMetaMessage(SUCCESS, shape=(count, 0, 0, 0)).serialize())
 
     def _list(self, stream):
         """A thousand keys at a time: nobody who lists holds a copy of them all."""
@@ -612,7 +634,6 @@ def _listen(host, port):
 # The client
 
 WINDOW = 64  # requests under way: 64 * 186 bytes fit in any socket buffer, neither end waits
-ANY_KEY = b"any@1@0@0@half"  # LMCache's server ends a connection whose key it cannot read
 
 
 class Connection(PerThread):
@@ -721,6 +742,22 @@ class RemoteClient(Closing):
 
     def exists_many(self, keys) -> list[bool]:
         return self._codes(EXIST, keys)
+
+    def leading(self, keys) -> int:
+        """How many leading ones of these are there, in one question to a server of ours."""
+        names = b"".join(map(padded, keys))
+
+        def ask(stream):
+            if stream.is_ours is None:
+                stream.write(_request(HEALTH, HELLO))
+                stream.is_ours = self._reply(stream).shape[0] >= PREFIX
+            if not stream.is_ours or len(names) > MAX_PREFIX_BYTES:
+                return None
+            stream.write(ClientMetaMessage(PREFIX, ANY_KEY, len(names)).serialize(), names)
+            return self._reply(stream).shape[0]
+
+        count = self._call(ask)
+        return count_leading(self.exists_many, keys) if count is None else count
 
     def delete(self, key) -> bool:
         """Removes one key; False where it is not there."""
@@ -868,6 +905,12 @@ class RemoteClient(Closing):
             own.stream = None
 
 
+def count_leading(exists_many, keys):
+    """Asks tail first: the head of a prefix is to be the last to go, see ChunkStore._release."""
+    answers = exists_many(keys[::-1])
+    return len(list(takewhile(bool, answers[::-1]))) if len(answers) == len(keys) else 0
+
+
 def _request(command, key, meta=None):
     length, fmt, dtype, shape = meta or (0, MemoryFormat.KV_2LTD, 2, (0, 0, 0, 0))
     return ClientMetaMessage(command, key, length, fmt, dtype, shape).serialize()
@@ -900,9 +943,9 @@ class RemoteTier:
     background. Whatever the remote does, or does not, is a miss; after a fault nobody waits for it:
     it is left alone, longer each time, and asked in the background whether it is well again.
 
-    remote: exists_many(keys) -> [bool], get_many(keys, fill), put_many(items), flush(). Its outbox
-    holds chunks in use, at most half the store's memory; what finds no room in it is the tail of a
-    prompt."""
+    remote: exists_many(keys) -> [bool], get_many(keys, fill), put_many(items), flush(), and, where
+    it has it, leading(keys) -> int, in place of exists_many for a lookup. Its outbox holds chunks
+    in use, at most half the store's memory; what finds no room in it is the tail of a prompt."""
 
     def __init__(self, engine, remote):
         self._engine, self._store, self._names = engine, engine.chunks, engine.names
@@ -980,8 +1023,8 @@ class RemoteTier:
 
     def _count_leading(self, texts):
         asked = texts or [self._names.text(0)]
-        answers = self._remote.exists_many(asked[::-1])  # tail first, see ChunkStore._release
-        return len(list(takewhile(bool, answers[::-1]))) if len(answers) == len(texts) else 0
+        by_key = partial(count_leading, self._remote.exists_many)
+        return max(0, min(getattr(self._remote, "leading", by_key)(asked), len(texts)))
 
     # -- retrieves
 
@@ -998,7 +1041,7 @@ class RemoteTier:
             try:
                 store.fill(chunk, receive)
             except BaseException:
-                store.abandon(chunk)
+                store.release([chunk])
                 raise
             chunk.meta, chunk.known_at = lengths[index], monotonic()
             here[index] = store.commit(keys[index], chunk, keep=True)
@@ -1075,7 +1118,7 @@ class RemoteTier:
             new = min(self._count_named - getattr(self._heard, "named", 0), len(self._named))
             texts = list(self._named)[len(self._named) - new :]
             self._heard.named = self._count_named
-        answers = self._try(lambda: self._remote.exists_many(texts), [False])
+        answers = self._try(lambda: self._remote.exists_many(texts[::-1]), [False])  # tail first
         return emptied and all(answers) and len(answers) >= len(texts)
 
     def close(self, timeout_sec):

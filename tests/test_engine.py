@@ -105,7 +105,7 @@ def test_a_chunk_by_hand(engine):
     put_prompt(engine, PROMPT[:4])
     (key,) = engine.chunks.keys()
     assert key == engine.token_database.process_tokens(PROMPT[:4])[0][2]
-    (chunk,) = engine.chunks.acquire_prefix([key], [4])
+    (chunk,) = engine.chunks.acquire_each([key], [4])
     data = engine.chunks.bytes_of(chunk).clone().view(torch.float32).view(2, 2, 4, 8)
     assert torch.equal(data, kv(engine.pages, range(4))) and engine.pages[1][
         1, 0, 2
@@ -825,6 +825,26 @@ def fetched(engine, pages, count=16, tokens=PROMPT):
     written = engine.retrieve(tokens, slot_mapping=range(len(tokens)))
     assert written.tolist() == [number < count for number in range(len(tokens))]
     return torch.equal(kv(engine.pages, range(count)), kv(pages, range(count)))
+
+
+def test_a_lookup_is_one_question_to_a_server_of_ours(monkeypatch):
+    """The head is its last to go; an answer that cannot be is cut to what can."""
+    with (
+        running_server(eviction="lru") as server,
+        client_of(server) as client,
+        new_engine(remote=client) as engine,
+    ):
+        put_prompt(engine, PROMPT)
+        assert engine.flush()
+        names = client.list_keys()
+        monkeypatch.setattr(client, "exists_many", None)
+        client.delete(names[0])
+        engine.clear()
+        assert engine.lookup(PROMPT) == 12 and client.list_keys() == names[1:]
+        monkeypatch.setattr(client, "leading", lambda keys: 1 << 40)
+        assert engine.lookup(PROMPT) == 16
+        monkeypatch.setattr(client, "leading", lambda keys: -1)
+        assert engine.lookup(PROMPT) == 0 and engine.stats()["remote_errors"] == 0
 
 
 def test_flush_is_true_only_where_the_remote_has_it():

@@ -335,7 +335,7 @@ def test_a_peer_that_leaves_in_the_middle_leaves_no_copy_under_way(world: World,
                 pieces = store.pieces(chunk)
                 world.host_touches(as_tensor(next(pieces)))
                 pieces.close()  # type: ignore[attr-defined]
-            store.abandon(chunk)
+            store.release([chunk])
             assert store.stats()["bytes_used"] == 0
     assert len(buffers) <= world.pinned_buffers <= STAGING_BUFFERS
 
@@ -357,4 +357,4 @@ def test_all_connections_share_a_few_buffers(world: World) -> None:
             reader.close()  # type: ignore[attr-defined]
         assert wait_for(lambda: got == [1 << 20]) and world.pinned_buffers == STAGING_BUFFERS
         late.join()
-        store.abandon(chunk)
+        store.release([chunk])

@@ -42,6 +42,10 @@ def read(store, chunk):
     return b"".join(bytes(piece) for piece in store.pieces(chunk))
 
 
+def prefix_of(store, keys, metas):
+    return [*filter(None, store.acquire_each(keys, metas, prefix=True))]
+
+
 def test_put_and_get(store):
     put(store, "a", b"hello")
     chunk = store.acquire("a")
@@ -56,7 +60,7 @@ def test_put_and_get(store):
 def test_the_least_recently_used_goes_first(store):
     for key in "abcd":
         put(store, key)
-    store.contains("a")
+    store.touch("a")
     store.release([store.acquire("b")])
     put(store, "e")
     put(store, "f")
@@ -66,7 +70,7 @@ def test_the_least_recently_used_goes_first(store):
 def test_what_is_reserved_is_seen_by_nobody(store):
     chunk = store.reserve(64)
     assert store.keys() == [] and store.stats()["bytes_used"] == 64
-    store.abandon(chunk)
+    store.release([chunk])
     assert store.stats()["bytes_used"] == 0
 
 
@@ -105,21 +109,31 @@ def test_a_prefix_stops_at_the_first_that_is_not_there(store):
     for key, meta in (("a", 1), ("b", 1), ("d", 1)):
         put(store, key, meta=meta)
     for keys, metas, wanted in (("abcd", [1] * 4, ["a", "b"]), ("ab", [1, 2], ["a"])):
-        found = store.acquire_prefix(keys, metas)
+        found = prefix_of(store, keys, metas)
         assert [chunk.key for chunk in found] == wanted and store.stats()["in_use"] == len(wanted)
         store.release(found)
     store.clear()
     for key in "abcd":
         put(store, key)
-    store.release(store.acquire_prefix("abcd", [None] * 4))
+    store.release(prefix_of(store, "abcd", [None] * 4))
     assert store.keys() == ["d", "c", "b", "a"]  # the tail is the first to go
+
+
+def test_a_touch_counts_the_leading_ones_and_uses_no_other(store):
+    for key in "adcb":
+        put(store, key)
+    reader = store.acquire("b")
+    assert [store.touch(keys) for keys in ("abxc", "xab", "", "aab")] == [2, 0, 0, 3]
+    assert store.stats()["in_use"] == 1 and store.keys() == ["d", "c", "a", "b"]
+    store.release([reader])
+    assert store.keys() == ["d", "c", "a", "b"]
 
 
 def test_a_pin_is_released_once_or_times_out(store):
     for key in "abcd":
         put(store, key)
-    store.pin("one", store.acquire_prefix("ab", [None] * 2), 0.2)
-    store.pin("two", store.acquire_prefix("ab", [None] * 2), 0.2)
+    store.pin("one", prefix_of(store, "ab", [None] * 2), 0.2)
+    store.pin("two", prefix_of(store, "ab", [None] * 2), 0.2)
     assert store.stats()["pinned_chunks"] == 4
     store.unpin("one")
     store.unpin("one")
@@ -132,14 +146,14 @@ def test_a_pin_is_released_once_or_times_out(store):
 def test_pins_that_time_out_do_not_flood_the_log(store, caplog):
     put(store, "a")
     for number in range(100):
-        store.pin(f"{number}", store.acquire_prefix("a", [None]), 0.0)
+        store.pin(f"{number}", prefix_of(store, "a", [None]), 0.0)
     assert store.stats()["pins"] == 0 and 1 <= len(caplog.records) <= 3
 
 
 def test_a_second_pin_under_an_id_replaces_the_first(store):
     put(store, "a")
     for _ in range(3):
-        store.pin("id", store.acquire_prefix("a", [None]), 100.0)
+        store.pin("id", prefix_of(store, "a", [None]), 100.0)
     assert store.stats()["pinned_chunks"] == store.stats()["in_use"] == 1
     store.pin("id", [], 100.0)
     assert store.stats()["pins"] == store.stats()["in_use"] == 0
@@ -151,7 +165,7 @@ def test_remove_and_clear_leave_readers_their_bytes(store):
         put(store, key, key.encode() * 64)
     reader = store.acquire("b")
     assert store.remove("b") and not store.remove("b")
-    store.pin("id", store.acquire_prefix("a", [None]), 100.0)
+    store.pin("id", prefix_of(store, "a", [None]), 100.0)
     store.clear()
     assert (
         store.keys() == []
@@ -365,10 +379,10 @@ def test_larger_chunks_do_not_evict_each_other_while_older_smaller_ones_are_ther
             store.release([store.commit(key, store.reserve(64))])
         rng.shuffle(small)
         for key in small:
-            assert store.contains(key)
+            assert store.touch([key])
         for number in range(60):
             store.release([store.commit(("large", number), store.reserve(16 * 64))])
-        assert all(store.contains(("large", number)) for number in range(60))
+        assert all(store.touch([("large", number)]) for number in range(60))
 
 
 UNITS = 24
@@ -562,7 +576,7 @@ def test_threads_never_see_half_a_chunk_or_anothers():
                 store.release([chunk])
                 reads += 1
             elif act == 8:
-                store.pin(f"{seed % 3}", store.acquire_prefix([key, key + 1], [2, 2]), 0.02)
+                store.pin(f"{seed % 3}", prefix_of(store, [key, key + 1], [2, 2]), 0.02)
             else:
                 store.remove(key)
         return reads

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from proxies import Proxy
 from toys import ROOT, client_of, connected, read, request, running_server, silent_server, wait_for
 
+import remote_server
 from engine import CacheEngineKey, MemoryFormat, RemoteMeta
 from remote_server import (
     FOUND,
@@ -35,7 +36,7 @@ from remote_server import (
     ServerMetaMessage,
 )
 
-PUT, GET, EXIST, LIST, HEALTH, STATS, CLEAR, DELETE = [*ClientCommand][:8]
+PUT, GET, EXIST, LIST, HEALTH, STATS, CLEAR, DELETE, PREFIX = [*ClientCommand]
 MIB = 1 << 20
 KEY = "m@1@0@abc@bfloat16"
 
@@ -195,7 +196,7 @@ def test_misses_are_36_bytes_and_at_once(sock):
     assert time.monotonic() - began < 0.2
 
 
-@pytest.mark.parametrize("command, name", [(GET, "acquire"), (EXIST, "contains"), (GET, "pieces")])
+@pytest.mark.parametrize("command, name", [(GET, "acquire"), (EXIST, "touch"), (GET, "pieces")])
 def test_a_store_that_raises_is_a_miss_and_the_connection_serves_on(
     server, sock, command, name, monkeypatch
 ):
@@ -229,6 +230,75 @@ def test_health_with_any_key(sock):
     for key in (b"", b"any@1@0@0@half", b"\xff"):
         sock.sendall(request(HEALTH, key))
         assert read(sock, 36) == FOUND
+
+
+def test_a_prefix_by_hand(server, client, sock):
+    """The keys as a header has them, 150 bytes each; the answer is the shape's first number."""
+    keys = [b"a", b"", b"\xff\n \x00", b"k" * 150]
+    for key in keys:
+        client.put(key, b"x")
+    client.flush()
+    for asked, count in ((keys, 4), (keys[:2] + [b"none"] + keys, 2), ([b"none"], 0), ([], 0)):
+        names = b"".join(key.ljust(150) for key in asked)
+        data = request(PREFIX, b"any", len(names)) + names + request(EXIST, keys[0])
+        for part in (data[:1], data[1:200], data[200:]):
+            sock.sendall(part)
+        assert read(sock, 72) == struct.pack("<9i", 200, 0, 1, 2, count, 0, 0, 0, 0) + FOUND
+    assert server.store.stats()["in_use"] == 0
+
+
+@pytest.mark.parametrize("length", [-1, -150, 149, 151, (16 << 20) + 150, 2**31 - 1])
+def test_a_prefix_of_a_length_that_cannot_be_ends_the_connection(server, sock, length):
+    sock.sendall(request(PREFIX, b"any", length))
+    assert read(sock, 1) == b"" and served(server)
+
+
+def test_half_a_prefix_is_dropped_at_the_stall_timeout(server, sock):
+    sock.sendall(request(PREFIX, b"any", 300) + b"a")
+    assert read(sock, 1) == b"" and served(server)
+
+
+def test_a_prefix_of_a_store_that_raises_is_none(server, sock, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(server.store, "touch", lambda _: 1 // 0)
+        sock.sendall(request(PREFIX, b"any", 150) + b"a".ljust(150) + request(HEALTH))
+        assert read(sock, 72) == FOUND * 2
+
+
+@pytest.mark.parametrize("is_ours", [True, False], ids=["ours", "another's, or an older one"])
+@pytest.mark.parametrize("most", [16 << 20, 300])
+def test_leading_ones(server, client, is_ours, most, monkeypatch):
+    """In one question to a server that knows it, else, and where they are too many for one, key by
+    key; the head is the last to go either way."""
+    if not is_ours:
+        monkeypatch.setattr(remote_server, "OURS", FOUND)
+    keys = [f"{number}" for number in range(100)]
+    for key in keys:
+        client.put(key, b"x")
+    client.flush()
+    monkeypatch.setattr(remote_server, "MAX_PREFIX_BYTES", most)
+    asked = []
+    pipeline = client._pipeline  # who asks key by key
+    monkeypatch.setattr(client, "_pipeline", lambda *a: asked.append(a[0]) or pipeline(*a))
+    assert client.leading(keys[:50] + ["none"] + keys[50:]) == 50
+    assert (asked == []) == (is_ours and most > 300)
+    assert client.leading(["none"] + keys) == client.leading([]) == 0
+    assert client.leading(keys) == 100 and client.list_keys() == keys[::-1]
+    with pytest.raises(ValueError, match="150 bytes fit"):
+        client.leading(["fits", "x" * 151])
+
+
+def test_who_the_server_is_is_asked_of_each_connection(monkeypatch):
+    """In its place may come another, which does not know the question."""
+    with contextlib.ExitStack() as stack:
+        with running_server() as server:
+            client = stack.enter_context(client_of(server))
+            client.put("a", b"x")
+            assert client.leading(["a", "b"]) == 1
+        monkeypatch.setattr(remote_server, "OURS", FOUND)
+        with running_server(port=server.port):
+            monkeypatch.setattr(client, "exists_many", lambda keys: [True] * len(keys))
+            assert client.leading(["a", "b"]) == 2  # those of exists_many
 
 
 def test_list_and_stats(client):

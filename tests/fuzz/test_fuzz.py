@@ -262,7 +262,7 @@ class ChunkStoreMachine(Machine):
         if half:
             with pytest.raises(ConnectionError):
                 self.store.fill(chunk, fail)
-        self.store.abandon(chunk)
+        self.store.release([chunk])
 
     @rule(key=KEYS)
     def acquire(self, key):
@@ -312,11 +312,13 @@ class ChunkStoreMachine(Machine):
         self.store.hold(chunk)
         self.in_use.append(chunk)
 
-    @rule(key=KEYS)
-    def contains(self, key):
-        assert self.store.contains(key) == (key in self.model)
-        if key in self.idle:
-            self.idle.move_to_end(key)
+    @rule(keys=st.lists(KEYS, max_size=4))
+    def touch(self, keys):
+        leading = list(takewhile(lambda key: key in self.model, keys))
+        assert self.store.touch(keys) == len(leading)
+        for key in reversed(list(dict.fromkeys(leading))):
+            if key in self.idle:
+                self.idle.move_to_end(key)
 
     @rule(key=KEYS)
     def remove(self, key):
@@ -347,7 +349,7 @@ class ChunkStoreMachine(Machine):
         if hasattr(self, "store"):
             self.store.release(self.in_use)
             for chunk in self.reserved:
-                self.store.abandon(chunk)
+                self.store.release([chunk])
             self.store.clear()
             assert self.store.stats()["bytes_used"] == self.store.stats()["in_use"] == 0
             self.store.close()
@@ -1028,6 +1030,23 @@ class TcpMachine(Machine):
             assert payload == b"" and header in (REPLY.unpack(MISS), REPLY.unpack(FOUND))
             if self.found(key, header[0] == 200):
                 del self.model[key.rstrip(b" ")]
+
+    @rule(index=st.integers(0, 1), keys=st.lists(TCP_KEYS, max_size=5), cuts=CUTS)
+    def prefix(self, index, keys, cuts):
+        if self.halves[index] is None:
+            names = b"".join(key.ljust(150) for key in keys)
+            self.wire(index).send(request(ClientCommand.PREFIX, b"", len(names)) + names, cuts)
+            header, payload = self.wire(index).reply()
+            assert header[0] == 200 and payload == b"" and 0 <= header[4] <= len(keys)
+            for number, key in enumerate(keys[: header[4] + 1]):
+                self.found(key, number < header[4])
+
+    @rule(index=st.integers(0, 1), length=st.integers(-(2**31), 2**31 - 1))
+    def no_prefix(self, index, length):
+        if self.halves[index] is None and not (0 <= length <= 16 << 20 and length % 150 == 0):
+            self.wire(index).send(request(ClientCommand.PREFIX, b"", length))
+            assert self.wire(index).receive(1) == b""
+            self.drop(index)
 
     @rule(index=st.integers(0, 1))
     def clear(self, index):

@@ -316,6 +316,9 @@ def test_our_client_on_their_server(their_port):
         client.put_many(items)
         client.flush()
         assert client.exists_many(keys) == [True] * len(keys) and client.exists(keys[-1])
+        stream = client._connected()
+        assert client.leading([*keys, "no@1@0@0@half", *keys]) == len(keys)
+        assert client._connected() is stream  # their server was asked nothing that it does not know
         got = {}
 
         def fill(index, meta, receive):
