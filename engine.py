@@ -30,10 +30,13 @@ import math
 import mmap
 import os
 import queue
+import shutil
+import sqlite3
 import threading
 from collections import Counter, OrderedDict, deque
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import chain, groupby, repeat, takewhile
+from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
@@ -243,8 +246,9 @@ def parse_device(device):
 class Memory:
     """`size` bytes on a device, and the way in and out of them for sockets."""
 
-    def __init__(self, device, size):
+    def __init__(self, device, size, file=-1):
         self.device, self.size, self.pinned = parse_device(device), size, False
+        self._file = file  # a descriptor of as many bytes, which others may map, too; or -1
         self._view = memoryview(b"")  # of a cpu's
         try:
             self.tensor = self._allocate()  # uint8 [size]
@@ -259,7 +263,8 @@ class Memory:
             for _ in range(STAGING_BUFFERS):
                 self._staging.put(None)  # allocated when it is first taken
             return torch.empty(self.size, dtype=torch.uint8, device=self.device)
-        memory = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        flags = mmap.MAP_SHARED if self._file >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        memory = mmap.mmap(self._file, self.size, flags=flags)
         with suppress(OSError, AttributeError):  # a kernel without huge pages: slower
             memory.madvise(mmap.MADV_HUGEPAGE)
         self._view = memoryview(memory)
@@ -319,22 +324,120 @@ class Memory:
 
 
 # --------------------------------------------------------------------------------------------------
+# A store's memory in a file, and what is where in it, over a restart
+
+VERSION = 1  # of what is in a store's folder
+
+
+def boot_id():
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+class Index:
+    """A store in a folder: `arena` there is its memory, which others of this host may map, and
+    `index`, SQLite's, names each chunk from its commit on until it is dropped, which is written
+    before its memory is used again. So it is all there again, however the store ended, while the
+    machine stays up: the page cache has it. After a reboot only what was closed, and synced, is.
+
+    Both lie in a folder named by version, size, and boot or "closed"; one of another name is not
+    trusted, but removed. OSError: no room, files that are not ours alone or have been cut, a store
+    that is alive there."""
+
+    def __init__(self, folder, size):
+        self.uses = {}  # offset -> last use, to be written
+        with ExitStack() as undo:
+            undo.enter_context(locked(make_rpc_folder(f"{folder}/arena")))
+            names = (f"lmcache-{VERSION}-{size}-{of}" for of in (boot_id(), "closed"))
+            self._path, self._closed = (Path(folder, name) for name in names)
+            if self._closed.exists():
+                self._closed.rename(self._path)
+            for other in {*Path(folder).glob("lmcache-*-*-*")} - {self._path}:
+                logger.warning("%s: of another version, size or boot, is removed", other)
+                shutil.rmtree(other)
+            self._path.mkdir(0o700, exist_ok=True)
+            number = os.open(folder, os.O_RDONLY)
+            undo.callback(os.close, number)
+            os.fsync(number)  # "closed" is gone before anything changes
+            self.arena = self._path / "arena"
+            self.arena.touch(0o600)
+            self.file = undo.enter_context(self.arena.open("r+b"))
+            if os.fstat(self.file.fileno()).st_size != size:  # new, or cut
+                (self._path / "index").unlink(missing_ok=True)
+                os.ftruncate(self.file.fileno(), 0)
+            try:
+                os.posix_fallocate(self.file.fileno(), 0, size)  # later it would be a SIGBUS
+            except OSError as error:
+                shutil.rmtree(self._path)
+                raise OSError(f"no room for {size} bytes in {folder}: {error}") from error
+            self._db = sqlite3.connect(self._path / "index", check_same_thread=False)
+            undo.callback(self._db.close)
+            self._do = self._db.execute
+            try:
+                self._do("PRAGMA synchronous = OFF")  # the page cache is enough
+                self._do("PRAGMA locking_mode = EXCLUSIVE")  # faster: no lock a write
+                self._do("CREATE TABLE IF NOT EXISTS chunks (offset INTEGER PRIMARY KEY, "
+                         "nbytes, use, meta, key UNIQUE)")  # fmt: skip
+                (check,) = self._do("PRAGMA quick_check").fetchone()
+                if check != "ok":
+                    raise sqlite3.DatabaseError(check)
+            except sqlite3.Error as error:
+                raise OSError(f"{self._path} is damaged, remove it: {error}") from error
+            self._opened = undo.pop_all()
+
+    def found(self):
+        """(offset, nbytes, last use, meta, key) of each chunk, in the order of their use."""
+        return self._do("SELECT * FROM chunks ORDER BY use").fetchall()
+
+    def add(self, key, chunk, use):
+        row = chunk.offset, chunk.nbytes, use, chunk.meta, key
+        with self._db:  # one transaction; what the key named before goes in it
+            self._write_uses()
+            self._do("INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?)", row)
+
+    def strike(self, chunk):
+        self.uses.pop(chunk.offset, None)
+        with self._db:
+            self._do("DELETE FROM chunks WHERE offset = ?", (chunk.offset,))
+
+    def _write_uses(self):
+        self._db.executemany("UPDATE chunks SET use = ?2 WHERE offset = ?1", self.uses.items())
+        self.uses.clear()
+
+    def close(self):
+        try:
+            with self._db:
+                self._write_uses()
+            self._db.close()
+            for file in self._path.iterdir():
+                with file.open("r+b") as opened:
+                    os.fsync(opened.fileno())
+            self._path.rename(self._closed)
+        except (OSError, sqlite3.Error) as error:
+            logger.warning("%s: not closed in order: %s", self._path, error)
+        self._opened.close()
+
+
+# --------------------------------------------------------------------------------------------------
 # The chunk store
 
 
 class ChunkStore(Closing):
     """Chunks of any size within max_bytes on `cpu`, `cuda` or `cuda:N`: reserve, fill, commit; then
     in use and idle in turn; pins. A key is anything hashable. eviction: a name in POLICIES.
-    warm_bytes: fresh memory is touched so far ahead. Safe to share between threads."""
+    warm_bytes: fresh memory is touched so far ahead. folder: for a memory that others may map and
+    that outlives the store, see Index. Safe to share between threads."""
 
-    def __init__(self, device, max_bytes, eviction="slru", warm_bytes=WARM_BYTES):
+    def __init__(self, device, max_bytes, eviction="slru", warm_bytes=WARM_BYTES, folder=None):
         if max_bytes < 1:
             raise ValueError(f"max_bytes {max_bytes} must be 1 or more")
         if eviction not in POLICIES:
             raise ValueError(f"eviction policy {eviction!r} is none of {list(POLICIES)}")
         self.max_bytes, self.policy = int(max_bytes), POLICIES[eviction]()
         self._arena = Arena(self.max_bytes // ALIGN_BYTES * ALIGN_BYTES or ALIGN_BYTES)
-        self.memory = Memory(device, self._arena.size)
+        if folder and str(device) != "cpu":
+            raise ValueError(f"device {device}: a store in a folder, {folder}, is on the cpu")
+        index = Index(folder, self._arena.size) if folder else None
+        self.memory = Memory(device, self._arena.size, index.file.fileno() if index else -1)
         self.device, self._closed = self.memory.device, False
         self._lock = threading.Lock()
         self._chunks = {}  # key -> Chunk
@@ -343,7 +446,12 @@ class ChunkStore(Closing):
         self.counters = Counter(hits=0, misses=0, evictions=0, rejected=0)
         self._log = RareLog(logger)
         self._warm_bytes, self._warm_end, self._warmer = warm_bytes, 0, None
-        if self.device.type == "cpu" and warm_bytes:
+        self._index = None
+        if index:
+            self._restore(index.found())
+            self._index = index  # from here on it hears of what changes
+            self.arena = str(index.arena.resolve())
+        elif self.device.type == "cpu" and warm_bytes:
             with suppress(RuntimeError):  # no more threads: pages come at first use
                 self._warmer = Service("warm", self._warm)
 
@@ -358,6 +466,20 @@ class ChunkStore(Closing):
             step = min(HUGE_PAGE_BYTES, size - self._warm_end)
             self.memory.populate(self._warm_end, step)
             self._warm_end += step
+
+    def _restore(self, found):
+        """Takes in what the store before has left, each where it was, in the order of their use."""
+        at, gaps, end = {}, [], 0
+        for offset, nbytes, *_ in sorted(found):
+            if offset > end:
+                gaps.append(self.reserve(offset - end))
+            at[offset] = self.reserve(nbytes)
+            end = offset + aligned(nbytes)
+        for offset, _, last_use, meta, key in found:
+            at[offset].meta = meta
+            self.release([self.commit(key, at[offset])])
+            self._releases = max(self._releases, last_use)
+        self.release(gaps)
 
     def bytes_of(self, chunk):
         return self.memory.of(chunk)
@@ -411,10 +533,12 @@ class ChunkStore(Closing):
             self._in_use += 1
             return chunk
 
-    def loose(self, nbytes):
-        """A chunk with memory of its own, for what only passes through."""
+    def loose(self, nbytes, own=None):
+        """A chunk with memory of its own, uint8 [nbytes], for what only passes through."""
         chunk = Chunk(nbytes)
-        chunk.own = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        if own is None:
+            own = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        chunk.own = own
         with self._lock:
             self._in_use += 1
         return chunk
@@ -431,9 +555,11 @@ class ChunkStore(Closing):
                 self._release([chunk])
                 self._hold([old])
                 return old
+            if self._index:
+                self._index.add(key, chunk, self._releases)
+            chunk.key = key
             if old is not None:
                 self._drop(old)
-            chunk.key = key
             self._chunks[key] = chunk
             self.policy.added(key)
             return chunk
@@ -528,7 +654,11 @@ class ChunkStore(Closing):
         self._closed = True
         if self._warmer is not None:  # subtle: let go of by a daemon thread at exit, torch's memory
             self._warmer.close()  # aborts the process
+        with self._lock:
+            index, self._index = self._index, None
         self.clear()
+        if index:
+            index.close()
         if not self._arena.used:
             self.memory.close()
 
@@ -558,11 +688,15 @@ class ChunkStore(Closing):
                 else:
                     chunk.used_at = self._releases
                     idle.append(chunk.key)
+                    if self._index:
+                        self._index.uses[chunk.offset] = self._releases
         if idle:
             self.policy.used(idle)
 
     def _drop(self, chunk, evicted=False):
         """Takes a chunk's name; its memory, too, where nobody uses it: the hole then."""
+        if self._index:
+            self._index.strike(chunk)
         del self._chunks[chunk.key]
         self.policy.removed(chunk.key, evicted)
         chunk.key = None
@@ -748,7 +882,7 @@ class NoTier:
 
     leading = send = lambda self, *_: 0
     fetch = touch = close = lambda self, *_: None
-    flush = lambda self, *_: True  # noqa: E731
+    flush = let_go = lambda self, *_: True
 
 
 class LMCacheEngine(Closing):
@@ -903,9 +1037,14 @@ class LMCacheEngine(Closing):
                     break
                 jobs = [(slots[names.slices[i]], here[i]) for i in range(done, end)]
                 self._move(paged.scatter, paged, jobs)
+                if (
+                    any(here[i].own is not None for i in range(done, end))
+                    and not self.tier.let_go()
+                ):
+                    break
                 for i in range(done, end):
                     written[names.slices[i]] = True
-                    if here[i].own is not None:  # there was no room to keep it
+                    if here[i].own is not None:  # it is not kept
                         self.chunks.release([here[i]])
                         here[i] = None
                 done = end

@@ -13,6 +13,8 @@ It speaks LMCache 0.3.14's protocol (v1/server, v1/protocol.py); either end can 
     header 186 bytes, EXIST or HEALTH  ->    header 36 bytes
     header 186 bytes, LIST or STATS    ->    header 36 bytes + newline-joined keys, or JSON
     header 186 bytes, PREFIX + keys    ->    header 36 bytes, how many leading ones are there
+    header 186 bytes, HOLD             ->    header 36 bytes + 8, where it is in memory, or FAIL
+    header 186 bytes, LETGO            ->    header 36 bytes
 
 | thread | socket | what wakes it |
 |---|---|---|
@@ -27,6 +29,7 @@ Not here: replication, persistence, the chunk store itself (engine.ChunkStore).
 import argparse
 import json
 import logging
+import mmap
 import os
 import queue
 import re
@@ -41,7 +44,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -75,6 +78,8 @@ class ClientCommand(IntEnum):
     CLEAR = 101
     DELETE = 102
     PREFIX = 103
+    HOLD = 104
+    LETGO = 105
 
 
 class ServerReturnCode(IntEnum):
@@ -163,14 +168,14 @@ class ServerMetaMessage:
 
 
 # As plain ints: an enum costs a tenth of a small request
-PUT, GET, EXIST, LIST, HEALTH, STATS, CLEAR, DELETE, PREFIX = map(int, ClientCommand)
+PUT, GET, EXIST, LIST, HEALTH, STATS, CLEAR, DELETE, PREFIX, HOLD, LETGO = map(int, ClientCommand)
 SUCCESS, FAIL = map(int, ServerReturnCode)
 
 MISS = ServerMetaMessage(FAIL).serialize()
 FOUND = ServerMetaMessage(SUCCESS).serialize()
 ANY_KEY = b"any@1@0@0@half"  # LMCache's server ends a connection whose key it cannot read, or
-HELLO = b"hello@1@0@0@half"  # whose command is ours: a HEALTH of this key tells who it is, by a
-OURS = ServerMetaMessage(SUCCESS, shape=(PREFIX, 0, 0, 0)).serialize()  # shape that is not 0
+HELLO = b"hello@1@0@0@half"  # whose command is ours: a HEALTH of this key tells who it is
+OFFSET = struct.Struct("<q")
 
 # --------------------------------------------------------------------------------------------------
 # One connection, the same at both ends
@@ -191,8 +196,7 @@ class Stream:
         self._view = memoryview(self.buffer)
         # buffer[at:have] was read and is not consumed; left: bytes of a payload that are to come
         self.at = self.have = self.left = 0
-        self.idle_since = monotonic()  # of a server's: waits for a request since then
-        self.is_ours = None  # of a client's: does the server know PREFIX
+        self.level, self.about = None, b""  # of a client's: what the server said of itself
         self.begin()
 
     def prepare(self, tls, **how):
@@ -334,94 +338,49 @@ LISTED_AT_ONCE = 1000  # keys
 MAX_PREFIX_BYTES = 16 << 20  # of keys that one question has
 
 
-class LMCacheServer(Closing):
-    """A TCP cache server (LMCache v1/server/__main__.py). Port 0 picks a free one; `port` says it.
+class Session(Stream):
+    """A client's requests, answered one after another."""
 
-    max_bytes: of chunks; eviction: which go first, see lookup.POLICIES. A chunk for which there is
-        no room beside those in use is refused: read off the stream and dropped. So is an overwrite
-        without room for both: the old one stays until the new one is whole.
-    max_clients: where all places are taken, the client that has been idle the longest goes.
-    stall_timeout_sec: for a peer that stops in the middle of a request or does not read its reply,
-        see Stream; between requests a client may stay idle for ever.
-    tls: an ssl context with a client certificate required, see tls_context.
-    """
+    def __init__(self, server, sock, peer):
+        super().__init__(sock, server.stall_timeout_sec, peer)
+        self.server, self.store, self.held = server, server.store, []  # held: chunks, see _hold
+        self.idle_since = monotonic()  # waits for a request since then
 
-    def __init__(self, host, port, device="cpu", max_bytes=5 << 30, max_clients=1024,
-                 stall_timeout_sec=30.0, tls=None, eviction="slru"):  # fmt: skip
-        if max_clients < 1 or not 1e-3 <= stall_timeout_sec <= 1e6:
-            raise ValueError(
-                f"max_clients {max_clients}, stall_timeout_sec {stall_timeout_sec}: "
-                "allowed are 1 or more, 0.001..1e6"
-            )
-        self.max_clients, self.stall_timeout_sec, self.tls = max_clients, stall_timeout_sec, tls
-        with ExitStack() as undo:  # where one fails, those before it are closed
-            self._listener = undo.enter_context(_listen(host, port))
-            self._spare_file = undo.enter_context(open(os.devnull))  # see _refuse_for_lack_of_files
-            self.store = ChunkStore(device, max_bytes, eviction)
-            undo.pop_all()
-        self.host, self.port = self._listener.getsockname()[:2]
-        self._clients = {}
-        self._unfinished = [0, 0]  # bytes of payloads under way: up to half of max_bytes, larger
-        self._lock = threading.Lock()  # of both
-        self._closed = False
-        self._log = RareLog(logger)
-        self.refused_clients = 0
-
-    # -- one connection
-
-    def handle_client(self, stream):
-        """Answers one client's requests until it leaves, stalls in one, or the server closes."""
-        peer = stream.peer
-        try:
-            stream.prepare(self.tls, server_side=True)  # a slow handshake stalls this thread alone
-            self._serve(stream)
-        except (TimeoutError, ssl.SSLError) as error:
-            self._log("stalled", "client %s dropped, stalled: %s", peer, error)
-        except OSError as error:
-            if not self._closed:
-                self._log("left", "client %s left: %s", peer, error)
-        except Exception:
-            self._log("ours", "client %s dropped: a fault of ours", peer, traceback=True)
-        finally:
-            stream.sock.close()
-            with self._lock:
-                self._clients.pop(stream, None)
-
-    def _serve(self, stream):
-        while not self._closed:
-            stream.idle_since = stream.idle_since or monotonic()
-            if not stream.more(idle=True):
+    def serve(self):
+        while not self.server.closed:
+            self.idle_since = self.idle_since or monotonic()
+            if not self.more(idle=not self.held):
                 return
-            stream.idle_since = None
+            self.idle_since = None
             replies = b""
-            while stream.have - stream.at >= REQUEST_BYTES:
-                command, length, *numbers, key = REQUEST.unpack_from(stream.buffer, stream.at)
-                stream.at += REQUEST_BYTES
+            while self.have - self.at >= REQUEST_BYTES:
+                command, length, *numbers, key = REQUEST.unpack_from(self.buffer, self.at)
+                self.at += REQUEST_BYTES
                 key = key.rstrip(b" ")
                 if command == EXIST:
                     replies += FOUND if self._touch((key,)) else MISS
                 elif command == HEALTH:
-                    replies += OURS if key == HELLO else FOUND
+                    replies += self.server.hello if key == HELLO else FOUND
                 else:
                     if replies:  # no answer waits for a payload that may be slow to come
-                        stream.write(replies)
+                        self.write(replies)
                         replies = b""
                     if command == PUT:
-                        self._put(stream, key, length, numbers)
+                        self._put(key, length, numbers)
                     elif command == GET:
-                        self._get(stream, key)
+                        self._get(key)
                     elif command == PREFIX:
-                        self._prefix(stream, length)
+                        self._prefix(length)
                     else:
-                        self._answer(stream, command, key)
+                        self._answer(command, key)
             if replies:
-                stream.write(replies)
+                self.write(replies)
 
     def _failed(self, error):
         """A fault of the store is a miss or a refusal, and the client is served on."""
         if isinstance(error, OSError):  # of the connection
             raise error
-        self._log("store", "the store failed: %r", error)
+        self.server.log("store", "the store failed: %r", error)
 
     def _touch(self, keys):
         try:
@@ -429,83 +388,79 @@ class LMCacheServer(Closing):
         except Exception as error:
             return self._failed(error) or 0
 
-    def _put(self, stream, key, length, numbers):
+    def _put(self, key, length, numbers):
         if length < 0:  # there is no telling where the next request starts
             raise ConnectionError(f"announces {length} bytes: connection closed")
-        if self.tls is None:  # LMCache's client sends header and payload in two; its kernel holds
-            stream.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)  # one for our ACK
-        if length and stream.at == stream.have and not stream.more():
+        if self.server.tls is None:  # LMCache's client sends header and payload in two; its kernel
+            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)  # holds one for an ACK
+        if length and self.at == self.have and not self.more():
             raise ConnectionError("left after a PUT header")  # nobody was evicted on its word
         fmt, dtype, location, *shape = numbers
         header = REPLY.pack(SUCCESS, length, fmt, dtype, *shape, location)
-        stream.left = length
+        self.left = length
         try:
-            self._take(stream, key, length, header)
+            self._take(key, length, header)
         except Exception as error:
             self._failed(error)
-        if stream.left:
-            self._log("refused", "PUT of %d bytes refused: %s", length, self.store.stats())
-            stream.skip()
+        if self.left:
+            self.server.log("refused", "PUT of %d bytes refused: %s", length, self.store.stats())
+            self.skip()
 
-    def _take(self, stream, key, length, header):
+    def _take(self, key, length, header):
         """Stores a payload, visible when its last byte is there; or leaves the rest of it unread.
 
-        Subtle: nobody is evicted for what is only announced, an eighth must be here before; and
-        unfinished ones hold at most half of max_bytes, or a larger one, one at a time, what it
-        needs."""
+        Subtle: nobody is evicted for what is only announced, an eighth must be here before."""
         store, chunk, old, early = self.store, None, None, memoryview(b"")
-        share, half = store.max_bytes // EARLY_SHARE, store.max_bytes // 2
-        if length <= share:
+        if length <= store.max_bytes // EARLY_SHARE:
             chunk = store.reserve_hole(length)
         if chunk is None:
             early = memoryview(bytearray(length // EARLY_SHARE * (length <= store.max_bytes)))
-            stream.read(early)
+            self.read(early)
             old = store.acquire(key, counted=False)  # stays until the new one is whole
 
         def receive(view):
             nonlocal early
             count = min(len(early), len(view))
             view[:count], early = early[:count], early[count:]
-            stream.read(view[count:])
+            self.read(view[count:])
 
-        large = length > half
-        with self._lock:
-            admitted = self._unfinished[large] + length <= (half, store.max_bytes)[large]
-            self._unfinished[large] += length * admitted
-            store.counters["rejected"] += not admitted
         try:
-            if admitted and (chunk := chunk or store.reserve(length)) is not None:
-                chunk.meta = header
-                store.fill(chunk, receive if early else stream.read)
-                store.commit(key, chunk)
+            with self.server.room_for(length) as admitted:
+                if admitted and (chunk := chunk or store.reserve(length)) is not None:
+                    chunk.meta = header
+                    store.fill(chunk, receive if early else self.read)
+                    store.commit(key, chunk)
         finally:
-            with self._lock:
-                self._unfinished[large] -= length * admitted
             store.release([*filter(None, (chunk, old))])
 
-    def _answer(self, stream, command, key):
+    def _answer(self, command, key):
         if command == LIST:
-            self._list(stream)
+            self._list()
         elif command == STATS:
-            body = json.dumps(self.stats()).encode()
-            stream.write(ServerMetaMessage(SUCCESS, len(body)).serialize(), body)
+            body = json.dumps(self.server.stats()).encode()
+            self.write(ServerMetaMessage(SUCCESS, len(body)).serialize(), body)
         elif command == CLEAR:
             self.store.clear()
-            stream.write(FOUND)
+            self.write(FOUND)
         elif command == DELETE:
-            stream.write(FOUND if self.store.remove(key) else MISS)
+            self.write(FOUND if self.store.remove(key) else MISS)
+        elif command == HOLD:
+            self._hold(key)
+        elif command == LETGO:
+            self.let_go()
+            self.write(FOUND)
         else:
-            self._log("command", "client %s: unknown command %d: FAIL", stream.peer, command)
-            stream.write(MISS)
+            self.server.log("command", "client %s: unknown command %d: FAIL", self.peer, command)
+            self.write(MISS)
 
-    def _get(self, stream, key):
+    def _get(self, key):
         header, chunk = MISS, None
         try:
             chunk = self.store.acquire(key)
             if chunk is not None:
                 header = chunk.meta
                 for piece in self.store.pieces(chunk):
-                    stream.write(header, piece)
+                    self.write(header, piece)
                     header = b""
         except Exception as error:
             self._failed(error)
@@ -516,69 +471,160 @@ class LMCacheServer(Closing):
             if chunk is not None:
                 self.store.release((chunk,))
         if header:
-            stream.write(header)
+            self.write(header)
 
-    def _prefix(self, stream, length):
+    def _prefix(self, length):
         """How many leading ones of these keys are there, as the first number of the shape."""
         if not 0 <= length <= MAX_PREFIX_BYTES or length % MAX_KEY_BYTES:
             raise ConnectionError(f"announces {length} bytes of keys: connection closed")
-        stream.left = length
-        keys = struct.iter_unpack(f"{MAX_KEY_BYTES}s", read_bytes(stream.read, length))
+        self.left = length
+        keys = struct.iter_unpack(f"{MAX_KEY_BYTES}s", read_bytes(self.read, length))
         count = self._touch([key.rstrip(b" ") for (key,) in keys])
-        stream.write(ServerMetaMessage(SUCCESS, shape=(count, 0, 0, 0)).serialize())
+        self.write(ServerMetaMessage(SUCCESS, shape=(count, 0, 0, 0)).serialize())
 
-    def _list(self, stream):
+    def _hold(self, key):
+        """A chunk's header, as of a GET, and its offset in the arena. Such chunks stay in use until
+        LETGO or the connection's end: an eighth of the store at most, or one of them."""
+        chunk = self.store.acquire(key)
+        if chunk is not None:
+            self.held.append(chunk)
+            held = sum(each.nbytes for each in self.held)
+            if len(self.held) == 1 or held <= self.store.max_bytes // EARLY_SHARE:
+                self.write(chunk.meta + OFFSET.pack(chunk.offset))
+                return
+            self.store.release([self.held.pop()])
+        self.write(MISS)
+
+    def let_go(self):
+        self.store.release(self.held)
+        self.held = []
+
+    def _list(self):
         """A thousand keys at a time: nobody who lists holds a copy of them all."""
         keys = self.store.keys()
         length = sum(map(len, keys)) + max(len(keys) - 1, 0)
-        stream.write(ServerMetaMessage(SUCCESS, length).serialize())
+        self.write(ServerMetaMessage(SUCCESS, length).serialize())
         for first in range(0, len(keys), LISTED_AT_ONCE):
             part = b"\n".join(keys[first : first + LISTED_AT_ONCE])
-            stream.write(b"\n" * (first > 0) + part)
+            self.write(b"\n" * (first > 0) + part)
+
+
+class LMCacheServer(Closing):
+    """A TCP cache server (LMCache v1/server/__main__.py). Port 0 picks a free one; `port` says it.
+
+    max_bytes: of chunks; eviction: which go first, see lookup.POLICIES. A chunk for which there is
+        no room beside those in use is refused: read off the stream and dropped. So is an overwrite
+        without room for both: the old one stays until the new one is whole.
+    max_clients: where all places are taken, the client that has been idle the longest goes.
+    stall_timeout_sec: for a peer that stops in the middle of a request or does not read its reply,
+        see Stream; between requests a client may stay idle for ever.
+    tls: an ssl context with a client certificate required, see tls_context.
+    folder: keeps the chunks in files there, over a restart, see engine.Index; clients on this host
+        read them in place, see RemoteClient.hold_many.
+    """
+
+    def __init__(self, host, port, device="cpu", max_bytes=5 << 30, max_clients=1024,
+                 stall_timeout_sec=30.0, tls=None, eviction="slru", folder=None):  # fmt: skip
+        if max_clients < 1 or not 1e-3 <= stall_timeout_sec <= 1e6:
+            raise ValueError(
+                f"max_clients {max_clients}, stall_timeout_sec {stall_timeout_sec}: "
+                "allowed are 1 or more, 0.001..1e6"
+            )
+        self.max_clients, self.stall_timeout_sec, self.tls = max_clients, stall_timeout_sec, tls
+        with ExitStack() as undo:  # where one fails, those before it are closed
+            self._listener = undo.enter_context(_listen(host, port))
+            self._spare_file = undo.enter_context(open(os.devnull))  # see _refuse_for_lack_of_files
+            self.store = ChunkStore(device, max_bytes, eviction, folder=folder)
+            undo.pop_all()
+        about = arena_of(self.store.arena) if folder else b""
+        level = (LETGO, 0, 0, 0)  # the last command that it knows
+        self.hello = ServerMetaMessage(SUCCESS, len(about), shape=level).serialize() + about
+        self.host, self.port = self._listener.getsockname()[:2]
+        self._clients = {}
+        self._unfinished = [0, 0]  # bytes of payloads under way: up to half of max_bytes, larger
+        self._lock = threading.Lock()  # of both
+        self.closed = False
+        self.log = RareLog(logger)
+        self.refused_clients = 0
 
     # -- all connections
 
+    def handle_client(self, session):
+        """Answers one client's requests until it leaves, stalls in one, or the server closes."""
+        peer = session.peer
+        try:
+            session.prepare(self.tls, server_side=True)  # a slow handshake stalls this thread alone
+            session.serve()
+        except (TimeoutError, ssl.SSLError) as error:
+            self.log("stalled", "client %s dropped, stalled: %s", peer, error)
+        except OSError as error:
+            if not self.closed:
+                self.log("left", "client %s left: %s", peer, error)
+        except Exception:
+            self.log("ours", "client %s dropped: a fault of ours", peer, traceback=True)
+        finally:
+            session.sock.close()
+            session.let_go()
+            with self._lock:
+                self._clients.pop(session, None)
+
+    @contextmanager
+    def room_for(self, length):
+        """Whether so large a payload may be under way: such ones hold at most half of max_bytes, or
+        a larger one, one at a time, what it needs."""
+        half = self.store.max_bytes // 2
+        large = length > half
+        with self._lock:
+            admitted = self._unfinished[large] + length <= (half, self.store.max_bytes)[large]
+            self._unfinished[large] += length * admitted
+            self.store.counters["rejected"] += not admitted
+        try:
+            yield admitted
+        finally:
+            with self._lock:
+                self._unfinished[large] -= length * admitted
+
     def run(self):
         """Accepts clients until close()."""
-        while not self._closed:
+        while not self.closed:
             try:
                 sock, address = self._listener.accept()
             except TimeoutError:
                 continue
             except OSError as error:
-                if self._closed:
+                if self.closed:
                     return
                 self._refuse_for_lack_of_files(error)
                 continue
-            stream = Stream(sock, self.stall_timeout_sec, f"{address[0]}:{address[1]}")
-            if refusal := self._start_client(stream):
+            session = Session(self, sock, f"{address[0]}:{address[1]}")
+            if refusal := self._start_client(session):
                 self.refused_clients += 1
-                self._log("refused client", "client %s refused: %s", stream.peer, refusal)
+                self.log("refused client", "client %s refused: %s", session.peer, refusal)
                 sock.close()
 
-    def _start_client(self, stream):
+    def _start_client(self, session):
         """Starts a client's thread; the reason where it cannot."""
-        thread = threading.Thread(target=self.handle_client, args=(stream,), daemon=True)
+        thread = threading.Thread(target=self.handle_client, args=(session,), daemon=True)
         with self._lock:  # close() joins only what has started
-            if self._closed:
+            if self.closed:
                 return "the server closes"
             if len(self._clients) >= self.max_clients and not self._drop_idle():
                 return f"{self.max_clients} are connected, max_clients, and none is idle"
-            self._clients[stream] = thread
+            self._clients[session] = thread
             try:
                 thread.start()
             except RuntimeError as error:  # no more threads
-                del self._clients[stream]
+                del self._clients[session]
                 return str(error)
         return ""
 
     def _drop_idle(self):
         """Ends the client that has been idle for the longest; False where none is."""
-        waits = {stream: stream.idle_since or inf for stream in self._clients}
+        waits = {session: session.idle_since or inf for session in self._clients}
         longest = min(waits, key=waits.__getitem__)
         if waits[longest] == inf:
             return False
-        self._log("idle", "client %s dropped: idle, and its place is needed", longest.peer)
+        self.log("idle", "client %s dropped: idle, and its place is needed", longest.peer)
         longest.shut()
         del self._clients[longest]
         return True
@@ -586,7 +632,7 @@ class LMCacheServer(Closing):
     def _refuse_for_lack_of_files(self, error):
         """No file descriptor is left: the spare one accepts the client, to close it."""
         self.refused_clients += 1
-        self._log("files", "client refused: %s", error)
+        self.log("files", "client refused: %s", error)
         self._spare_file.close()
         with suppress(OSError):
             self._listener.accept()[0].close()
@@ -602,15 +648,15 @@ class LMCacheServer(Closing):
 
     def close(self):
         """Ends every connection, gives up memory and port. Idempotent."""
-        self._closed = True
+        self.closed = True
         with suppress(OSError):
             # subtle: an accept() under way would hold the port
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         with self._lock:
             clients = dict(self._clients)
-        for stream in clients:
-            stream.shut()
+        for session in clients:
+            session.shut()
         deadline = monotonic() + 1.5
         for thread in clients.values():
             if thread is not threading.current_thread():
@@ -642,6 +688,7 @@ class Connection(PerThread):
     stream = None
     unconfirmed = 0  # puts that no reply came after
     lost = 0  # of them, those whose connection broke
+    holder = None  # the stream on which hold_many() asked
 
 
 class RemoteClient(Closing):
@@ -670,6 +717,7 @@ class RemoteClient(Closing):
         self.timeout_sec, self.retries, self.tls = timeout_sec, retries, tls
         self._own = Connection()
         self._streams = set()  # of all threads, for close()
+        self._arenas = {}  # what a server says of its memory -> uint8 [size]
         self._closed = False
 
     # -- requests
@@ -748,16 +796,51 @@ class RemoteClient(Closing):
         names = b"".join(map(padded, keys))
 
         def ask(stream):
-            if stream.is_ours is None:
-                stream.write(_request(HEALTH, HELLO))
-                stream.is_ours = self._reply(stream).shape[0] >= PREFIX
-            if not stream.is_ours or len(names) > MAX_PREFIX_BYTES:
+            if self._level(stream) < PREFIX or len(names) > MAX_PREFIX_BYTES:
                 return None
             stream.write(ClientMetaMessage(PREFIX, ANY_KEY, len(names)).serialize(), names)
             return self._reply(stream).shape[0]
 
         count = self._call(ask)
         return count_leading(self.exists_many, keys) if count is None else count
+
+    def hold_many(self, keys):
+        """Chunks in the memory of a server on this host: for each key (meta, uint8 [length]), not a
+        copy, or None; None for all where that memory cannot be mapped here. What was read counts
+        once let_go() has returned: subtle, a server that was killed meanwhile has not answered."""
+
+        def hold(stream):
+            if self._level(stream) < HOLD or stream.about not in self._arenas:
+                return None
+            self._own.holder, arena = stream, self._arenas[stream.about]
+            stream.write(b"".join(_request(HOLD, key) for key in keys))
+            return [self._held(stream, arena) for _ in keys]
+
+        return self._call(hold)
+
+    def _held(self, stream, arena):
+        reply = self._reply(stream)
+        if reply.code != SUCCESS:
+            return None
+        stream.left = OFFSET.size
+        (at,) = OFFSET.unpack(read_bytes(stream.read, OFFSET.size))
+        if not 0 <= at <= len(arena) - reply.length:
+            raise ValueError(f"{self.host}:{self.port}: {reply.length} bytes at {at}")
+        meta = RemoteMeta(reply.length, reply.fmt, reply.dtype, reply.shape)
+        return meta, arena[at : at + reply.length]
+
+    def let_go(self):
+        """Ends the use of what this thread holds. OSError: it had ended before."""
+        holder, self._own.holder = self._own.holder, None
+
+        def let_go(stream):
+            if stream is not holder:
+                raise OSError("the connection broke: what was read in place does not count")
+            stream.write(_request(LETGO, ANY_KEY))
+            self._reply(stream)
+
+        if holder is not None:
+            self._call(let_go)
 
     def delete(self, key) -> bool:
         """Removes one key; False where it is not there."""
@@ -799,9 +882,25 @@ class RemoteClient(Closing):
         for found in tuple(self._streams):
             if (stream := found()) is not None:
                 stream.shut()
+        self._arenas = {}
         self._disconnect()  # this thread's; the others' close theirs when they see it, or end
 
     # -- one connection
+
+    def _level(self, stream):
+        """The last command that the server knows; 0 of LMCache's. Maps its memory, if we may."""
+        if stream.level is None:
+            stream.write(_request(HEALTH, HELLO))
+            reply = self._reply(stream)
+            stream.level, about = reply.shape[0], bytes(read_bytes(stream.read, reply.length))
+            stream.about = about
+            with suppress(OSError, ValueError):
+                path = about[about.find(b"/") :].decode()
+                if about not in self._arenas and arena_of(path) == about:
+                    with open(path, "r+b") as file:
+                        memory = mmap.mmap(file.fileno(), 0)
+                    self._arenas = {about: torch.frombuffer(memory, dtype=torch.uint8)}
+        return stream.level
 
     def _ping(self):
         self._pipeline(HEALTH, [ANY_KEY], lambda *_: None)
@@ -903,6 +1002,12 @@ class RemoteClient(Closing):
         if own.stream is not None:
             own.stream.sock.close()
             own.stream = None
+
+
+def arena_of(path):
+    """What tells a server's memory from any other: device, inode, and a path that has its boot."""
+    info = os.stat(path)
+    return f"{info.st_dev} {info.st_ino} {path}".encode()
 
 
 def count_leading(exists_many, keys):
@@ -1030,13 +1135,21 @@ class RemoteTier:
 
     def fetch(self, wanted, keys, lengths, here):
         """Gets chunks keys[i], of lengths[i] tokens, for each wanted i, into here[i], in use: kept
-        in the store, or loose where there is no room for them."""
+        in the store, or loose, where there is no room for them, or in the memory of a server on
+        this host."""
+
+        store, local = self._store, self._engine.config.local_cpu
+
+        def expected(number, meta):
+            if meta == (ours := self._names.meta(lengths[wanted[number]])):
+                return True
+            self._log("other", "the remote has another chunk: %s, not %s", meta, ours)
+            return False
 
         def fill(number, meta, receive):
-            index, store, local = wanted[number], self._store, self._engine.config.local_cpu
-            if meta != (expected := self._names.meta(lengths[index])):
-                self._log("other", "the remote has another chunk: %s, not %s", meta, expected)
+            if not expected(number, meta):
                 return
+            index = wanted[number]
             chunk = (local and store.reserve(meta.length)) or store.loose(meta.length)
             try:
                 store.fill(chunk, receive)
@@ -1046,8 +1159,26 @@ class RemoteTier:
             chunk.meta, chunk.known_at = lengths[index], monotonic()
             here[index] = store.commit(keys[index], chunk, keep=True)
 
+        def get():
+            hold = getattr(self._remote, "hold_many", None)
+            held = hold(texts) if hold and store.device.type == "cpu" else None
+            if held is None:
+                self._remote.get_many(texts, fill)
+            for number, found in enumerate(held or ()):
+                if found and expected(number, found[0]):
+                    here[wanted[number]] = store.loose(found[0].length, found[1])
+
         texts = [self._names.text(keys[index]) for index in wanted]
-        self._try(lambda: self._remote.get_many(texts, fill), None)
+        self._try(get, None)
+
+    def let_go(self):
+        """Whether what fetch() found in place, if anything, was there until now."""
+        try:
+            getattr(self._remote, "let_go", bool)()
+            return True
+        except Exception as error:
+            self._failed(error)
+            return False
 
     # -- stores
 
@@ -1173,6 +1304,7 @@ def arguments():
     add("--max-clients", type=int, default=1024, help="connections at once (%(default)s)")
     add("--stall-sec", type=float, default=30.0, help="for half a request (%(default)s)")
     add("--eviction", default="slru", choices=POLICIES, help="which chunks go first (%(default)s)")
+    add("--dir", metavar="FOLDER", help="keep the chunks in files there, over a restart")
     add("--stats", action="store_true", help="a running server's figures; exit 0 if it is well")
     add("--prometheus", action="store_true", help="with --stats: as Prometheus reads them")
     add("--clear", action="store_true", help="remove every key from a running server")
@@ -1197,7 +1329,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not 0 < args.max_gib <= 2**20:
             raise ValueError(f"--max-gib {args.max_gib} must be above 0, and at most {2**20}")
         server = LMCacheServer(args.host, args.port, args.device, int(args.max_gib * 2**30),
-                               args.max_clients, args.stall_sec, tls, args.eviction)  # fmt: skip
+                               args.max_clients, args.stall_sec, tls, args.eviction,
+                               args.dir)  # fmt: skip
     except (ValueError, OSError, MemoryError) as error:
         parser.error(str(error))
     with server:

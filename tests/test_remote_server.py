@@ -36,7 +36,7 @@ from remote_server import (
     ServerMetaMessage,
 )
 
-PUT, GET, EXIST, LIST, HEALTH, STATS, CLEAR, DELETE, PREFIX = [*ClientCommand]
+PUT, GET, EXIST, LIST, HEALTH, STATS, CLEAR, DELETE, PREFIX = [*ClientCommand][:9]
 MIB = 1 << 20
 KEY = "m@1@0@abc@bfloat16"
 
@@ -271,7 +271,7 @@ def test_leading_ones(server, client, is_ours, most, monkeypatch):
     """In one question to a server that knows it, else, and where they are too many for one, key by
     key; the head is the last to go either way."""
     if not is_ours:
-        monkeypatch.setattr(remote_server, "OURS", FOUND)
+        monkeypatch.setattr(server, "hello", FOUND)
     keys = [f"{number}" for number in range(100)]
     for key in keys:
         client.put(key, b"x")
@@ -295,8 +295,8 @@ def test_who_the_server_is_is_asked_of_each_connection(monkeypatch):
             client = stack.enter_context(client_of(server))
             client.put("a", b"x")
             assert client.leading(["a", "b"]) == 1
-        monkeypatch.setattr(remote_server, "OURS", FOUND)
-        with running_server(port=server.port):
+        with running_server(port=server.port) as server:
+            server.hello = FOUND
             monkeypatch.setattr(client, "exists_many", lambda keys: [True] * len(keys))
             assert client.leading(["a", "b"]) == 2  # those of exists_many
 
@@ -848,6 +848,7 @@ def test_the_longest_idle_client_goes_for_a_newcomer(caplog):
         for sock in [*idle, idle[0]]:  # the second is the one that was used the longest ago
             sock.sendall(request(HEALTH))
             assert read(sock, 36) == FOUND
+            time.sleep(0.01)  # its thread waits for more, and knows since when
         assert server.stats()["clients"] == 20
         with client_of(server) as newcomer:
             assert newcomer.stats()["clients"] == 20

@@ -11,9 +11,11 @@ The profiles are in conftest.py.
 
 import contextlib
 import logging
+import os
 import random
 import socket
 import struct
+import tempfile
 import threading
 import tracemalloc
 from array import array
@@ -862,11 +864,16 @@ class TcpMachine(Machine):
         st.tuples(st.just("unknown"), OTHERS),
     )
 
-    @initialize(tight=st.booleans())
-    def start(self, tight):
+    @initialize(tight=st.booleans(), shared=st.booleans())
+    def start(self, tight, shared):
         self.stack = contextlib.ExitStack()
         self.budget = 8 * 4096 if tight else 1 << 20
-        self.server = self.stack.enter_context(serving(self.budget))
+        folder = self.stack.enter_context(tempfile.TemporaryDirectory()) if shared else None
+        self.server = self.stack.enter_context(serving(self.budget, folder=folder))
+        self.memory = None
+        if shared:
+            self.memory = os.open(self.server.store.arena, os.O_RDONLY)
+            self.stack.callback(os.close, self.memory)
         self.wires = [None, None]
         self.halves = [None, None]  # of each wire: (key, value, the bytes still to send)
         self.model = {}  # key -> (fields, payload)
@@ -1040,6 +1047,25 @@ class TcpMachine(Machine):
             assert header[0] == 200 and payload == b"" and 0 <= header[4] <= len(keys)
             for number, key in enumerate(keys[: header[4] + 1]):
                 self.found(key, number < header[4])
+
+    @rule(index=st.integers(0, 1), key=TCP_KEYS, leaves=st.booleans())
+    def hold(self, index, key, leaves):
+        """It is in the memory where the server says, as a GET has it."""
+        if self.halves[index] is not None:
+            return
+        wire = self.wire(index)
+        wire.send(request(ClientCommand.HOLD, key))
+        header = REPLY.unpack(wire.receive(REPLY.size))
+        if self.found(key, header[0] == 200):
+            (offset,) = struct.unpack("<q", wire.receive(8))
+            if self.memory is not None:
+                data = os.pread(self.memory, header[1], offset)
+                self.check_get(key, (header, data))
+        if leaves:
+            self.drop(index)
+        else:
+            wire.send(request(ClientCommand.LETGO))
+            assert wire.reply() == (REPLY.unpack(FOUND), b"")
 
     @rule(index=st.integers(0, 1), length=st.integers(-(2**31), 2**31 - 1))
     def no_prefix(self, index, length):

@@ -1,0 +1,428 @@
+"""A server with --dir: its chunks outlive it, and clients on its host read them where they are."""
+
+import contextlib
+import hashlib
+import os
+import random
+import signal
+import socket
+import struct
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from toys import (
+    CHUNK_BYTES,
+    ServerProcess,
+    client_of,
+    connected,
+    kv,
+    new_engine,
+    put_prompt,
+    range_of,
+    read,
+    request,
+    running_server,
+    wait_for,
+)
+
+import remote_server
+from remote_server import FOUND, MISS, ClientCommand, LMCacheServer, RemoteClient
+
+GET, EXIST, HOLD, LETGO = (ClientCommand[name] for name in ("GET", "EXIST", "HOLD", "LETGO"))
+PROMPT = list(range(100, 116))  # 4 chunks
+KIB = 1 << 10
+
+
+@pytest.fixture
+def server(tmp_path):
+    with running_server(folder=tmp_path, stall_timeout_sec=0.5) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server):
+    with client_of(server) as made:
+        yield made
+
+
+def value(rng, most=20_000):
+    """Bytes that are their own digest."""
+    body = rng.randbytes(rng.randrange(most))
+    return hashlib.sha256(body).digest() + body
+
+
+def is_whole(data):
+    data = bytes(data)
+    return hashlib.sha256(data[32:]).digest() == data[:32]
+
+
+def as_bytes(tensor):
+    return bytes(tensor.tolist())
+
+
+# -- over a restart
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_what_was_put_is_there_after_a_restart(tmp_path, number):
+    values = {f"toy@1@0@{index:x}@half": value(random.Random(index)) for index in range(50)}
+    with ServerProcess("--dir", str(tmp_path), "--eviction", "lru") as server:
+        with RemoteClient(f"lm://127.0.0.1:{server.port}") as client:
+            for key, data in values.items():
+                client.put(key, data)
+            client.flush()
+            order = client.list_keys()
+        server.stop(number)
+    with ServerProcess("--dir", str(tmp_path), "--eviction", "lru") as server:
+        with RemoteClient(f"lm://127.0.0.1:{server.port}") as client:
+            assert client.list_keys() == order
+            for key, data in values.items():
+                meta, found = client.get(key)
+                assert found == data and meta.fmt == 4 and meta.shape == (len(data), 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "more, text",
+    [
+        (["cuda"], "cuda"),
+        (["--max-gib", "1000000"], "no room for 1073741824000000 bytes in"),
+        (["--dir", "/proc/nothing"], "/proc/nothing"),
+        (["--dir", "/dev/null"], "/dev/null"),
+    ],
+)
+def test_a_folder_that_cannot_be_is_an_error_of_one_line(tmp_path, more, text, capsys):
+    with pytest.raises(SystemExit):
+        remote_server.main(["--dir", str(tmp_path), "127.0.0.1", "0", *more])
+    assert text in capsys.readouterr().err.splitlines()[-1]
+
+
+def serve(port, folder, max_bytes):
+    """A process that does nothing but serve: its id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        LMCacheServer("127.0.0.1", port, max_bytes=max_bytes, folder=folder).run()
+    finally:
+        os._exit(1)
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("tight", [False, True])
+def test_killed_two_hundred_times(tmp_path, tight):
+    """At random points, under puts, gets and reads in place. No byte is wrong; with room for all,
+    what was confirmed is there, unless it was being overwritten."""
+    rng, port, sure = random.Random(7), free_port(), {}
+    budget = (256 if tight else 4096) * KIB
+    reads = lost = 0
+    for attempt in range(200):
+        pid = serve(port, tmp_path, budget)
+        client = RemoteClient(f"lm://127.0.0.1:{port}", timeout_sec=5.0, retries=5)
+        assert wait_for(client.health, 20)
+        listed = set(client.list_keys())
+        lost += len(sure.keys() - listed)
+        assert tight or not sure.keys() - listed, attempt
+        for key in rng.sample(sorted(listed), min(10, len(listed))):
+            assert is_whole(client.get(key)[1])
+        threading.Timer(rng.uniform(0.0, 0.03), os.kill, (pid, signal.SIGKILL)).start()
+        client.retries = 0
+        with contextlib.suppress(OSError):
+            while True:
+                key = f"{rng.randrange(100)}"
+                if rng.random() < 0.5:
+                    sure.pop(key, None)  # in doubt until it is confirmed
+                    data = value(rng)
+                    client.put(key, data)
+                    client.flush()
+                    sure[key] = True
+                else:
+                    (found,) = client.hold_many([key])
+                    if found:
+                        data = as_bytes(found[1])
+                        client.let_go()
+                        assert is_whole(data)
+                        reads += 1
+        client.close()
+        assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+    assert reads > 100 and (lost > 0) == tight
+
+
+# -- in place
+
+
+def test_holding_by_hand(server, client, sock=None):
+    """The header of the GET, then the chunk's offset in the file."""
+    client.put("a", b"a" * 100)
+    client.put("b", b"b" * 1000)
+    client.flush()
+    with connected(server.port) as sock:
+        sock.sendall(b"".join(request(HOLD, key) for key in ("b", "none", "a")))
+        sock.sendall(request(EXIST, "a") + request(GET, "b"))
+        first, miss, second = read(sock, 44), read(sock, 36), read(sock, 44)
+        assert read(sock, 36) == FOUND and read(sock, 36 + 1000) == first[:36] + b"b" * 1000
+        assert miss == MISS and server.stats()["in_use"] == 2
+        with open(server.store.arena, "rb") as file:
+            for reply, data in ((first, b"b" * 1000), (second, b"a" * 100)):
+                file.seek(*struct.unpack("<q", reply[36:]))
+                assert file.read(len(data)) == data
+        sock.sendall(request(LETGO) * 2)
+        assert read(sock, 72) == FOUND * 2 and server.stats()["in_use"] == 0
+
+
+def test_what_is_held_stays_as_it_is(server, client):
+    data = {f"{number}": bytes([number]) * 50_000 for number in range(5)}
+    for key, text in data.items():
+        client.put(key, text)
+    client.flush()
+    held = client.hold_many(["3", "none", "4"])
+    assert held[1] is None and [found[0].length for found in (held[0], held[2])] == [50_000] * 2
+    with client_of(server) as other:
+        for number in range(200):  # over it, and more than there is room for
+            other.put(f"{number % 150}", bytes([255]) * 50_000)
+        other.delete("4")
+        other.clear()
+        other.flush()
+    assert as_bytes(held[0][1]) == data["3"] and as_bytes(held[2][1]) == data["4"]
+    client.let_go()
+    client.let_go()  # of nothing
+    assert client.hold_many(["3"]) == [None] and server.stats()["in_use"] == 0
+
+
+def test_a_server_that_was_killed_has_not_let_go(tmp_path):
+    """And another in its place, in the same memory, has not either."""
+    port = free_port()
+    pid = serve(port, tmp_path, 1 << 20)
+    with RemoteClient(f"lm://127.0.0.1:{port}") as client:
+        assert wait_for(client.health, 20)
+        client.put("a", b"old")
+        client.flush()
+        ((_, view),) = client.hold_many(["a"])
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        with running_server(port=port, folder=tmp_path, max_bytes=1 << 20) as server:
+            with client_of(server) as other:
+                other.put("a", b"new")
+                other.flush()
+            assert len(view) == 3
+            with pytest.raises(OSError, match="does not count"):
+                client.let_go()
+            ((_, view),) = client.hold_many(["a"])
+            assert as_bytes(view) == b"new"
+            client.let_go()
+    del view
+
+
+def test_who_holds_and_is_silent_is_dropped_at_the_stall_timeout(server, client):
+    client.put("a", b"a")
+    client.flush()
+    with connected(server.port) as sock:
+        sock.sendall(request(HOLD, "a"))
+        assert len(read(sock, 44)) == 44 and server.stats()["in_use"] == 1
+        assert read(sock, 1) == b""
+    assert wait_for(lambda: server.stats()["in_use"] == 0)
+    client.hold_many(["a"])
+    time.sleep(0.7)
+    with pytest.raises(OSError, match="does not count"):
+        client.let_go()
+
+
+@pytest.mark.parametrize("how", ["close", "reset", "kill"])
+def test_who_leaves_holds_nothing(server, client, how):
+    client.put("a", b"a")
+    client.flush()
+    if how == "kill":
+        ready, done = os.pipe()
+        if not (pid := os.fork()):
+            client.hold_many(["a"])
+            os.write(done, b"x")
+            time.sleep(60)
+        os.read(ready, 1)
+        assert server.stats()["in_use"] == 1
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(ready)
+        os.close(done)
+    else:
+        with connected(server.port) as sock:
+            sock.sendall(request(HOLD, "a"))
+            read(sock, 44)
+            if how == "reset":
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert wait_for(lambda: server.stats()["in_use"] == 0)
+
+
+def test_a_client_holds_an_eighth_or_one_chunk(server, client):
+    """Of 4 MiB; and what it may not hold, it gets when it has let go."""
+    for number in range(8):
+        client.put(f"{number}", bytes(100 * KIB))
+    client.put("large", bytes(2048 * KIB))
+    client.flush()
+    keys = [f"{number}" for number in range(8)]
+    held = client.hold_many(keys)
+    assert [found is not None for found in held] == [True] * 5 + [False] * 3
+    assert server.stats()["in_use"] == 5
+    client.let_go()
+    assert [found is not None for found in client.hold_many(["large", "1"])] == [True, False]
+    client.let_go()
+
+
+@pytest.mark.parametrize(
+    "why", ["another host", "another file", "no file", "no right", "no folder"]
+)
+def test_without_its_memory_all_goes_over_tcp(tmp_path, why, monkeypatch):
+    with running_server(folder=None if why == "no folder" else tmp_path) as server:
+        if why == "another host":
+            os.rename(os.path.dirname(server.store.arena), tmp_path / "another boot")
+        elif why == "another file":
+            os.rename(server.store.arena, server.store.arena + "x")
+            open(server.store.arena, "wb").close()
+        elif why == "no file":
+            os.rename(server.store.arena, server.store.arena + "x")
+        elif why == "no right":
+            monkeypatch.setattr(remote_server, "open", refuse, raising=False)
+        with client_of(server) as client, new_engine(remote=client) as engine:
+            client.put("a", b"a")
+            assert client.hold_many(["a"]) is None and client.get("a")[1] == b"a"
+            put_prompt(engine, PROMPT)
+            assert engine.flush()
+            engine.clear()
+            assert int(engine.retrieve(PROMPT, slot_mapping=range_of(128, 16)).sum()) == 16
+            assert torch.equal(kv(engine.pages, range(16)), kv(engine.pages, range_of(128, 16)))
+            assert engine.stats()["chunks"] == 4
+
+
+def refuse(path, *_):
+    raise PermissionError(path)
+
+
+# -- an engine on the server's host
+
+
+def stored(engine):
+    put_prompt(engine, PROMPT)
+    assert engine.flush()
+    engine.clear()
+
+
+def test_an_engine_scatters_from_the_servers_memory(server, client):
+    """And keeps no copy of its own."""
+    with new_engine(remote=client) as engine:
+        stored(engine)
+        assert engine.lookup(PROMPT) == 16
+        for _ in range(3):
+            for layer in engine.pages:
+                layer.view(2, -1, 2, 4)[:, 128:] = 0
+            assert engine.retrieve(PROMPT, slot_mapping=range_of(128, 16)).all()
+            assert torch.equal(kv(engine.pages, range(16)), kv(engine.pages, range_of(128, 16)))
+        stats = engine.stats()
+        assert (stats["bytes_used"], stats["in_use"], stats["faults"]) == (0, 0, 0)
+        assert wait_for(lambda: server.stats()["in_use"] == 0)
+
+
+def test_what_is_here_and_what_is_there_in_one_prompt(server, client):
+    """More chunks than a client may hold at once, and the second half of them is here."""
+    with new_engine(remote=client, chunks=400) as engine:
+        tokens, slots = list(range(256)), range(256)
+        put_prompt(engine, tokens)
+        assert engine.flush()
+        keys = [key for _, _, key in engine.token_database.process_tokens(tokens)]
+        for key in keys[::2]:
+            engine.chunks.remove(key)
+        before = kv(engine.pages, slots)
+        for layer in engine.pages:
+            layer.zero_()
+        assert engine.retrieve(tokens, slot_mapping=slots).all()
+        assert torch.equal(kv(engine.pages, slots), before)
+        assert engine.stats()["bytes_used"] == 32 * CHUNK_BYTES
+
+
+def test_what_a_killed_server_had_is_a_miss(tmp_path, monkeypatch):
+    """Though the pages are written: whoever trusts the mask computes them anew."""
+    port = free_port()
+    pid = serve(port, tmp_path, 1 << 20)
+    with RemoteClient(f"lm://127.0.0.1:{port}", retries=0) as client:
+        assert wait_for(client.health, 20)
+        with new_engine(remote=client) as engine:
+            stored(engine)
+            move = engine._move
+
+            def killed_meanwhile(*arguments):
+                move(*arguments)
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+            monkeypatch.setattr(engine, "_move", killed_meanwhile)
+            assert not engine.retrieve(PROMPT, slot_mapping=range_of(128, 16)).any()
+            stats = engine.stats()
+            assert (stats["in_use"], stats["remote_errors"] > 0, stats["faults"]) == (0, True, 0)
+
+
+def test_a_fault_in_the_scatter_lets_go(server, client, monkeypatch):
+    with new_engine(remote=client) as engine:
+        stored(engine)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_move", lambda *_: 1 // 0)
+            assert not engine.retrieve(PROMPT, slot_mapping=range_of(128, 16)).any()
+        assert engine.retrieve(PROMPT, slot_mapping=range_of(128, 16)).all()
+        assert wait_for(lambda: server.stats()["in_use"] == 0)
+
+
+def test_another_chunk_under_the_name_is_a_miss(server, client):
+    with new_engine(remote=client) as engine:
+        stored(engine)
+        client.put(client.list_keys()[0], b"short")  # the tail
+        client.flush()
+        assert int(engine.retrieve(PROMPT, slot_mapping=range_of(128, 16)).sum()) == 12
+
+
+def test_two_processes_read_in_place_while_a_third_overwrites_and_evicts(tmp_path):
+    """Every byte is checked."""
+    with running_server(folder=tmp_path, max_bytes=512 * KIB) as server:
+
+        def reader(seed):
+            rng, reads, deadline = random.Random(seed), 0, time.monotonic() + 2.0
+            with client_of(server) as client:
+                while time.monotonic() < deadline:
+                    held = client.hold_many([f"{rng.randrange(30)}" for _ in range(4)])
+                    found = [as_bytes(each[1]) for each in held if each]
+                    client.let_go()
+                    if not all(map(is_whole, found)):
+                        return -1
+                    reads += len(found)
+            return reads
+
+        def in_a_process(seed):
+            read_end, write_end = os.pipe()
+            if not (pid := os.fork()):
+                os.write(write_end, struct.pack("q", reader(seed)))
+                os._exit(0)
+            (reads,) = struct.unpack("q", os.read(read_end, 8))
+            os.waitpid(pid, 0)
+            os.close(read_end)
+            os.close(write_end)
+            return reads
+
+        stop = threading.Event()
+
+        def write():
+            rng = random.Random(0)
+            with client_of(server) as client:
+                while not stop.is_set():
+                    client.put(f"{rng.randrange(30)}", value(rng, 60_000))
+
+        with ThreadPoolExecutor(3) as pool:
+            writer = pool.submit(write)
+            readers = [pool.submit(in_a_process, seed) for seed in (1, 2)]
+            counts = [each.result(30) for each in readers]
+            stop.set()
+            writer.result(10)
+        assert min(counts) > 20, counts
+        assert server.stats()["evictions"] > 50
+        assert wait_for(lambda: server.stats()["in_use"] == 0)
