@@ -223,6 +223,7 @@ def test_stalled_in_the_middle_of_a_put(server, pem, sent):
 def test_closing_a_client_in_the_middle_of_a_get_hands_over_no_cipher_text(client):
     """SSLSocket.shutdown would make its reader go on as if it were a plain socket."""
     client.put(KEY, bytes(8 * MIB))
+    client.flush()  # the other thread has a connection of its own
     entered, closed = threading.Event(), threading.Event()
     data = bytearray(8 * MIB)
 
