@@ -2,7 +2,7 @@
 rounds, medians.
 
     $ make bench                              # all of it, about 7 minutes; tables, figures
-    $ python bench/bench.py --rounds 7 tcp    # one part: tcp, lookup, engine, growth, ttft
+    $ python bench/bench.py --rounds 7 tcp    # one part: tcp, host, lookup, engine, growth, ttft
 
 The floor of the TCP part is a bare Python server below (FLOOR): it knows where the bytes go before
 they come, has touched the memory, and does nothing else. The floor of the engine part is the
@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ import psutil  # noqa: E402
 import torch  # noqa: E402
 
 from engine import LMCacheEngine, LMCacheEngineConfig, LMCacheMetadata, make_token_database  # noqa: E402
-from lookup import LMCacheLookupClient, LMCacheLookupServer, context_of  # noqa: E402
+from lookup import LMCacheLookupClient, LMCacheLookupServer, bytes_of, context_of  # noqa: E402
 from remote_server import REPLY, REQUEST, ClientCommand, RemoteClient  # noqa: E402
 
 MIB = 1 << 20
@@ -160,11 +161,14 @@ def free_port() -> int:
 
 
 @contextmanager
-def server(kind: str, max_bytes: int = 3 << 30, warm: bool = True) -> Iterator[int]:
+def server(
+    kind: str, max_bytes: int = 3 << 30, warm: bool = True, folder: str = ""
+) -> Iterator[int]:
     """A server in a process of its own; yields its port when it answers."""
     port = free_port()
     command = {
-        "ours": ["remote_server.py", "127.0.0.1", "0", "--max-gib", str(max_bytes / 2**30)],
+        "ours": ["remote_server.py", "127.0.0.1", "0", "--max-gib", str(max_bytes / 2**30)]
+        + ["--dir", folder] * bool(folder),
         "lmcache": ["-m", "lmcache.v1.server", "127.0.0.1", str(port)],
         "floor": ["-c", FLOOR, str(max_bytes)],
     }[kind]
@@ -418,6 +422,100 @@ def bench_own_clients(rounds: int) -> None:
             "lmcache": lambda: seconds(lambda: [on["lmcache"].exists_sync(key) for key in keys]),
         }
         compare("512 chunks: are they there?", works, rounds, ">=20x, <=1 ms")
+
+
+# --------------------------------------------------------------------------------------------------
+# A server on the same host, whose memory its clients map
+
+
+def bench_host(rounds: int) -> None:
+    heading("A server on the same host; floor: memcpy, or the worker's own store")
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))
+        port = stack.enter_context(server("ours", 1 << 30, warm=False, folder=folder))
+        tcp_port = stack.enter_context(server("ours", 1 << 30))
+        here, there = (
+            stack.enter_context(RemoteClient(f"lm://127.0.0.1:{each}")) for each in (port, tcp_port)
+        )
+
+        def against_tcp(title: str, works: dict[str, Callable[[], float]], targets: str) -> None:
+            compare(title, works, rounds, targets)
+            tcp, ours = (ROWS[-1][name]["median"] for name in ("tcp", "ours"))
+            print(f"{'':52}    over TCP {tcp:.3f}: {tcp / ours:.2f} times as long", flush=True)
+
+        for size, count in ((256 << 10, 1), (256 << 10, 16), (4 * MIB, 4), (32 * MIB, 1)):
+            keys = [f"{size} {number}" for number in range(count)]
+            source = bytearray(b"x" * size)
+            target = memoryview(bytearray(size))
+            for client, key in product((here, there), keys):
+                client.put(key, source)
+                client.flush()
+
+            def in_place(keys=keys, target=target) -> None:
+                for _, view in here.hold_many(keys):
+                    target[:] = bytes_of(view)
+                here.let_go()
+
+            def over_tcp(keys=keys, target=target) -> None:
+                there.get_many(keys, lambda _, __, receive: receive(target))
+
+            def copy(count=count, source=source, target=target) -> None:
+                for _ in range(count):
+                    target[:] = source
+
+            works = {"ours": in_place, "floor": copy, "tcp": over_tcp}
+            against_tcp(
+                f"GET {count} x {size >> 10:,} KiB in place",
+                {name: partial(seconds, work) for name, work in works.items()},
+                "2.8-6.4x TCP",
+            )
+
+        shape, tokens = (30, 2, 256, 3, 64), list(range(2048))  # SmolLM2's: 47 MB
+        pages = [torch.randn(2, 256, 16, 3, 64).bfloat16() for _ in range(30)]  # L of [2,B,N,H,D]
+        metadata = LMCacheMetadata("bench", 1, 1, 0, 0, torch.bfloat16, shape)
+        config = LMCacheEngineConfig(max_local_cpu_size=0.2)
+        engines = {
+            name: stack.enter_context(LMCacheEngine(config, metadata, remote=remote))
+            for name, remote in (("ours", here), ("floor", None), ("tcp", there))
+        }
+        for engine in engines.values():
+            engine.register_kv_caches(pages, "2BNHD")
+            engine.store(tokens, slot_mapping=range(2048))
+            engine.flush()
+
+        def retrieve(name: str) -> float:
+            if name != "floor":
+                engines[name].clear()
+            slots = torch.arange(2048, 4096)
+            return seconds(lambda: engines[name].retrieve(tokens, slot_mapping=slots))
+
+        works = {name: partial(retrieve, name) for name in engines}
+        against_tcp("retrieve 2,048 tokens of SmolLM2 in place", works, ">=1/1.2")
+    for count in (1_000, 10_000, 100_000):
+        restart(count)
+
+
+def restart(count: int) -> None:
+    """Killed with so many chunks of 4 KiB: until it listens, which takes an import of torch, and
+    until the first hit."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        with server("ours", 1 << 30, warm=False, folder=folder) as port:
+            with RemoteClient(f"lm://127.0.0.1:{port}", timeout_sec=60) as client:
+                for number in range(count):
+                    client.put(f"{number}", bytes(4096))
+                client.flush()
+        began = time.perf_counter()
+        with server("ours", 1 << 30, warm=False, folder=folder) as port:
+            with RemoteClient(f"lm://127.0.0.1:{port}") as client:
+                assert client.exists("0")
+                with_it = time.perf_counter() - began
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        began = time.perf_counter()
+        with server("ours", 1 << 30, warm=False, folder=folder):
+            empty = time.perf_counter() - began
+    title = f"restart with {count:,} chunks until the first hit"
+    ROWS.append({"title": title, "seconds": with_it, "empty": empty})
+    print(f"{title:52}  s {with_it:10.2f}  (empty: {empty:.2f})", flush=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -972,6 +1070,7 @@ def machine() -> dict[str, Any]:
 
 PARTS = {
     "tcp": bench_tcp,
+    "host": bench_host,
     "lookup": bench_lookup,
     "engine": bench_engine,
     "growth": bench_growth,
