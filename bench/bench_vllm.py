@@ -10,6 +10,7 @@ and then the same again:
     vLLM                  cold without a connector, then vLLM's own prefix cache
     KVOffloadConnector    cold with our connector, then from the worker's store (vLLM's own cache
                           off), then, the store emptied, from remote_server.py
+    the same, in place    the same, with a server that has --dir: its memory is read where it is
     ExampleConnector      vLLM's own example, files in a folder of /dev/shm
     LMCacheMPConnector    LMCache 0.5.6 in multiprocess mode, with --lmcache: the folder that has it
 
@@ -39,9 +40,10 @@ from remotes import RemoteServer  # noqa: E402
 
 LENGTHS = (500, 1700, 3500)  # tokens
 HITS = 3  # of each kind, for each cold prompt
-VLLM, OURS, EXAMPLE, LMCACHE = (
+VLLM, OURS, IN_PLACE, EXAMPLE, LMCACHE = (
     "vLLM",
     "KVOffloadConnector",
+    "the same, in place",
     "ExampleConnector",
     "LMCacheMPConnector",
 )
@@ -92,7 +94,7 @@ def measure(llm: LLMProcess, way: str, prompt: list[int]) -> dict[tuple[str, str
     results = {(way, "cold"): [ask()]}
     if way == VLLM:
         results[way, "own prefix cache"] = [ask() for _ in range(HITS)]
-    elif way == OURS:
+    elif way in (OURS, IN_PLACE):
         results[way, "worker's store"] = [ask() for _ in range(HITS)]
         results[way, "remote server"] = []
         for _ in range(HITS):
@@ -131,14 +133,14 @@ def main() -> int:
         remote = stack.enter_context(RemoteServer(max_gib=2))
         example = {"kv_connector": EXAMPLE, "kv_role": "kv_both",
                    "kv_connector_extra_config": {"shared_storage_path": files}}  # fmt: skip
-        ways = {
-            VLLM: {"enable_prefix_caching": True},
-            OURS: {
+        shared = stack.enter_context(RemoteServer(2, f"{files}/store"))
+        ways = {VLLM: {"enable_prefix_caching": True}}
+        for way, url in ((OURS, remote.url), (IN_PLACE, shared.url)):
+            ways[way] = {
                 "enable_prefix_caching": False,
-                "connector": {"chunk_size": 128, "max_local_cpu_size": 1, "remote_url": remote.url},
-            },
-            EXAMPLE: {"enable_prefix_caching": False, "kv_transfer_config": example},
-        }
+                "connector": {"chunk_size": 128, "max_local_cpu_size": 1, "remote_url": url},
+            }
+        ways |= {EXAMPLE: {"enable_prefix_caching": False, "kv_transfer_config": example}}
         if args.lmcache:
             port = stack.enter_context(lmcache_server(args.lmcache))
             extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 class RemoteServer:
     """remote_server.py in a process of its own."""
 
-    def __init__(self, max_gib: float = 2):
+    def __init__(self, max_gib: float = 2, folder: str = ""):
         command = [
             sys.executable,
             str(ROOT / "remote_server.py"),
@@ -24,6 +24,7 @@ class RemoteServer:
             "0",
             "--max-gib",
             str(max_gib),
+            *(["--dir", folder] if folder else []),
         ]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         found = None
