@@ -843,7 +843,7 @@ def check_rpc_folder(folder):
     sticky = info.st_mode & stat.S_ISVTX and info.st_uid == 0
     if not sticky and (not own or strangers):
         raise PermissionError(
-            f"ipc folder {folder} must be ours (uid {os.getuid()}) and no other's to write; "
+            f"folder {folder} must be ours (uid {os.getuid()}) and no other's to write; "
             f"it is uid {info.st_uid}'s, mode {stat.S_IMODE(info.st_mode):o}"
         )
 
@@ -877,7 +877,7 @@ def locked(folder, timeout_sec=2.0):
                 break
             except BlockingIOError as error:
                 if monotonic() > deadline:
-                    raise OSError(f"ipc folder {folder} is locked by another process") from error
+                    raise OSError(f"folder {folder} is locked by another process") from error
                 sleep(0.01)
         yield
     finally:

@@ -349,6 +349,10 @@ class Session(Stream):
     def serve(self):
         while not self.server.closed:
             self.idle_since = self.idle_since or monotonic()
+            if not self.held:
+                self.held_since = monotonic()
+            elif monotonic() > self.held_since + self.timeout_sec:
+                raise TimeoutError(f"holds {len(self.held)} chunks in place, and does not let go")
             if not self.more(idle=not self.held):
                 return
             self.idle_since = None
@@ -484,7 +488,7 @@ class Session(Stream):
 
     def _hold(self, key):
         """A chunk's header, as of a GET, and its offset in the arena. Such chunks stay in use until
-        LETGO or the connection's end: an eighth of the store at most, or one of them."""
+        LETGO or the stall timeout: of a client an eighth of the store at most, or one of them."""
         chunk = self.store.acquire(key)
         if chunk is not None:
             self.held.append(chunk)
@@ -807,7 +811,8 @@ class RemoteClient(Closing):
     def hold_many(self, keys):
         """Chunks in the memory of a server on this host: for each key (meta, uint8 [length]), not a
         copy, or None; None for all where that memory cannot be mapped here. What was read counts
-        once let_go() has returned: subtle, a server that was killed meanwhile has not answered."""
+        once let_go() has returned: subtle, a server that was killed meanwhile has not answered.
+        What this thread held before, it lets go of."""
 
         def hold(stream):
             if self._level(stream) < HOLD or stream.about not in self._arenas:
@@ -816,6 +821,7 @@ class RemoteClient(Closing):
             stream.write(b"".join(_request(HOLD, key) for key in keys))
             return [self._held(stream, arena) for _ in keys]
 
+        self.let_go()
         return self._call(hold)
 
     def _held(self, stream, arena):

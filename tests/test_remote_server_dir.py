@@ -227,6 +227,18 @@ def test_who_holds_and_is_silent_is_dropped_at_the_stall_timeout(server, client)
         assert len(read(sock, 44)) == 44 and server.stats()["in_use"] == 1
         assert read(sock, 1) == b""
     assert wait_for(lambda: server.stats()["in_use"] == 0)
+    with connected(server.port) as sock:  # and who is not silent, too
+        began = time.monotonic()
+        sock.sendall(request(HOLD, "a"))
+        read(sock, 44)
+        with contextlib.suppress(OSError):
+            while time.monotonic() < began + 5:
+                sock.sendall(request(ClientCommand.HEALTH))
+                if not read(sock, 36):
+                    break
+                time.sleep(0.01)
+        assert time.monotonic() < began + 3
+    assert wait_for(lambda: server.stats()["in_use"] == 0)
     client.hold_many(["a"])
     time.sleep(0.7)
     with pytest.raises(OSError, match="does not count"):
@@ -265,6 +277,7 @@ def test_a_client_holds_an_eighth_or_one_chunk(server, client):
     client.put("large", bytes(2048 * KIB))
     client.flush()
     keys = [f"{number}" for number in range(8)]
+    client.hold_many(keys[:1])
     held = client.hold_many(keys)
     assert [found is not None for found in held] == [True] * 5 + [False] * 3
     assert server.stats()["in_use"] == 5
