@@ -364,11 +364,11 @@ class Index:
             if os.fstat(self.file.fileno()).st_size != size:  # new, or cut
                 (self._path / "index").unlink(missing_ok=True)
                 os.ftruncate(self.file.fileno(), 0)
-            try:
-                os.posix_fallocate(self.file.fileno(), 0, size)  # later it would be a SIGBUS
-            except OSError as error:
-                shutil.rmtree(self._path)
-                raise OSError(f"no room for {size} bytes in {folder}: {error}") from error
+                try:
+                    os.posix_fallocate(self.file.fileno(), 0, size)  # later it would be a SIGBUS
+                except OSError as error:
+                    shutil.rmtree(self._path)
+                    raise OSError(f"no room for {size} bytes in {folder}: {error}") from error
             self._db = sqlite3.connect(self._path / "index", check_same_thread=False)
             undo.callback(self._db.close)
             self._do = self._db.execute
