@@ -20,7 +20,7 @@ One retrieve of 8 tokens, chunks of 4, N = 4, L = 2; the request was given block
     [B, N, H, D]    block 5      block 2      a view of the serving engine's own tensor
 
 store() reads, and retrieve() writes, the slots of the pages that it is given, and no other.
-Not here: names (lookup.py), sockets, layer-wise pipelining, compression, disk.
+Not here: names (lookup.py), sockets, layer-wise pipelining, compression.
 """
 
 import bisect

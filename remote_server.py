@@ -4,6 +4,7 @@ and what an engine keeps of a remote below its own store.
 It speaks LMCache 0.3.14's protocol (v1/server, v1/protocol.py); either end can be LMCache's.
 
     $ python remote_server.py 0.0.0.0 8080 cuda --max-gib 20    # chunks on cpu, cuda or cuda:N
+    $ python remote_server.py 127.0.0.1 8080 --dir /dev/shm/kv  # in a file: shared, and kept
     $ python remote_server.py --stats 127.0.0.1 8080            # exit status 0 if it is well
     $ python remote_server.py --demo                            # put, get, evict
 
@@ -23,7 +24,7 @@ It speaks LMCache 0.3.14's protocol (v1/server, v1/protocol.py); either end can 
 | that calls a RemoteClient | a connection of its own | the reply; close() |
 | remote-writer, remote-asker | a connection each | the outbox; a question, time to try again |
 
-Not here: replication, persistence, the chunk store itself (engine.ChunkStore).
+Not here: replication, the chunk store itself (engine.ChunkStore).
 """
 
 import argparse
@@ -365,6 +366,8 @@ class Session(Stream):
                     replies += FOUND if self._touch((key,)) else MISS
                 elif command == HEALTH:
                     replies += self.server.hello if key == HELLO else FOUND
+                elif command == HOLD:
+                    replies += self._hold(key)
                 else:
                     if replies:  # no answer waits for a payload that may be slow to come
                         self.write(replies)
@@ -448,8 +451,6 @@ class Session(Stream):
             self.write(FOUND)
         elif command == DELETE:
             self.write(FOUND if self.store.remove(key) else MISS)
-        elif command == HOLD:
-            self._hold(key)
         elif command == LETGO:
             self.let_go()
             self.write(FOUND)
@@ -490,14 +491,14 @@ class Session(Stream):
         """A chunk's header, as of a GET, and its offset in the arena. Such chunks stay in use until
         LETGO or the stall timeout: of a client an eighth of the store at most, or one of them."""
         chunk = self.store.acquire(key)
-        if chunk is not None:
-            self.held.append(chunk)
-            held = sum(each.nbytes for each in self.held)
-            if len(self.held) == 1 or held <= self.store.max_bytes // EARLY_SHARE:
-                self.write(chunk.meta + OFFSET.pack(chunk.offset))
-                return
-            self.store.release([self.held.pop()])
-        self.write(MISS)
+        if chunk is None:
+            return MISS
+        self.held.append(chunk)
+        held = sum(each.nbytes for each in self.held)
+        if len(self.held) == 1 or held <= self.store.max_bytes // EARLY_SHARE:
+            return chunk.meta + OFFSET.pack(chunk.offset)
+        self.store.release([self.held.pop()])
+        return MISS
 
     def let_go(self):
         self.store.release(self.held)
