@@ -371,13 +371,12 @@ class Index:
                     raise OSError(f"no room for {size} bytes in {folder}: {error}") from error
             self._db = sqlite3.connect(self._path / "index", check_same_thread=False)
             undo.callback(self._db.close)
-            self._do = self._db.execute
             try:
-                self._do("PRAGMA synchronous = OFF")  # the page cache is enough
-                self._do("PRAGMA locking_mode = EXCLUSIVE")  # faster: no lock a write
-                self._do("CREATE TABLE IF NOT EXISTS chunks (offset INTEGER PRIMARY KEY, "
+                self._db.execute("PRAGMA synchronous = OFF")  # the page cache is enough
+                self._db.execute("PRAGMA locking_mode = EXCLUSIVE")  # faster: no lock a write
+                self._db.execute("CREATE TABLE IF NOT EXISTS chunks (offset INTEGER PRIMARY KEY, "
                          "nbytes, use, meta, key UNIQUE)")  # fmt: skip
-                (check,) = self._do("PRAGMA quick_check").fetchone()
+                (check,) = self._db.execute("PRAGMA quick_check").fetchone()
                 if check != "ok":
                     raise sqlite3.DatabaseError(check)
             except sqlite3.Error as error:
@@ -386,33 +385,41 @@ class Index:
 
     def found(self):
         """(offset, nbytes, last use, meta, key) of each chunk, in the order of their use."""
-        return self._do("SELECT * FROM chunks ORDER BY use").fetchall()
+        return self._db.execute("SELECT * FROM chunks ORDER BY use").fetchall()
 
     def add(self, key, chunk, use):
         row = chunk.offset, chunk.nbytes, use, chunk.meta, key
-        with self._db:  # one transaction; what the key named before goes in it
-            self._write_uses()
-            self._do("INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?)", row)
+        self.uses.pop(chunk.offset, None)
+        self._write("INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?)", row)
 
     def strike(self, chunk):
         self.uses.pop(chunk.offset, None)
-        with self._db:
-            self._do("DELETE FROM chunks WHERE offset = ?", (chunk.offset,))
+        self._write("DELETE FROM chunks WHERE offset = ?", (chunk.offset,))
 
-    def _write_uses(self):
-        self._db.executemany("UPDATE chunks SET use = ?2 WHERE offset = ?1", self.uses.items())
-        self.uses.clear()
-
-    def close(self):
+    def _write(self, *statement):
+        """In one transaction; what the key named before goes in it. Where it cannot be written, on
+        a full disk, nothing will be there again: better than what is not so."""
         try:
             with self._db:
-                self._write_uses()
+                self._db.executemany(
+                    "UPDATE chunks SET use = ?2 WHERE offset = ?1", self.uses.items()
+                )
+                self._db.execute(*statement)
+            self.uses.clear()
+        except sqlite3.Error as error:
+            if self._path.exists():
+                logger.warning("%s is removed, it cannot be written: %s", self._path, error)
+                shutil.rmtree(self._path, ignore_errors=True)
+
+    def close(self):
+        self._write("SELECT 1")  # the last uses
+        try:
             self._db.close()
             for file in self._path.iterdir():
                 with file.open("r+b") as opened:
                     os.fsync(opened.fileno())
             self._path.rename(self._closed)
-        except (OSError, sqlite3.Error) as error:
+        except OSError as error:
             logger.warning("%s: not closed in order: %s", self._path, error)
         self._opened.close()
 
@@ -480,9 +487,6 @@ class ChunkStore(Closing):
             self.release([self.commit(key, at[offset])])
             self._releases = max(self._releases, last_use)
         self.release(gaps)
-
-    def bytes_of(self, chunk):
-        return self.memory.of(chunk)
 
     def fill(self, chunk, receive):
         """Fills a reserved chunk: receive(view) is to write all of each view, one after another."""
@@ -1074,7 +1078,7 @@ class LMCacheEngine(Closing):
         """Gathers or scatters (slots, chunk) pairs; when it returns, every byte is in its place.
         With a GPU on either side, on one stream: straight between pages and store on one device,
         else each chunk through memory beside the pages."""
-        jobs = [(slots, self.chunks.bytes_of(chunk)) for slots, chunk in jobs]
+        jobs = [(slots, self.chunks.memory.of(chunk)) for slots, chunk in jobs]
         gpus = [each for each in (paged.device, self.chunks.device) if each.type == "cuda"]
         if not gpus or not jobs:
             move(jobs)

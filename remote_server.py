@@ -1145,21 +1145,18 @@ class RemoteTier:
         in the store, or loose, where there is no room for them, or in the memory of a server on
         this host."""
 
-        store, local = self._store, self._engine.config.local_cpu
+        store = self._store
 
-        def expected(number, meta):
-            if meta == (ours := self._names.meta(lengths[wanted[number]])):
-                return True
-            self._log("other", "the remote has another chunk: %s, not %s", meta, ours)
-            return False
-
-        def fill(number, meta, receive):
-            if not expected(number, meta):
-                return
+        def fill(number, meta, receive, own=None):
             index = wanted[number]
-            chunk = (local and store.reserve(meta.length)) or store.loose(meta.length)
+            if meta != (expected := self._names.meta(lengths[index])):
+                self._log("other", "the remote has another chunk: %s, not %s", meta, expected)
+                return
+            keep = self._engine.config.local_cpu and own is None
+            chunk = (keep and store.reserve(meta.length)) or store.loose(meta.length, own)
             try:
-                store.fill(chunk, receive)
+                if own is None:
+                    store.fill(chunk, receive)
             except BaseException:
                 store.release([chunk])
                 raise
@@ -1167,13 +1164,13 @@ class RemoteTier:
             here[index] = store.commit(keys[index], chunk, keep=True)
 
         def get():
-            hold = getattr(self._remote, "hold_many", None)
-            held = hold(texts) if hold and store.device.type == "cpu" else None
+            hold = getattr(self._remote, "hold_many", lambda _: None)
+            held = hold(texts) if store.device.type == "cpu" else None
             if held is None:
                 self._remote.get_many(texts, fill)
             for number, found in enumerate(held or ()):
-                if found and expected(number, found[0]):
-                    here[wanted[number]] = store.loose(found[0].length, found[1])
+                if found:
+                    fill(number, found[0], None, found[1])
 
         texts = [self._names.text(keys[index]) for index in wanted]
         self._try(get, None)

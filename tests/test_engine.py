@@ -106,7 +106,7 @@ def test_a_chunk_by_hand(engine):
     (key,) = engine.chunks.keys()
     assert key == engine.token_database.process_tokens(PROMPT[:4])[0][2]
     (chunk,) = engine.chunks.acquire_each([key], [4])
-    data = engine.chunks.bytes_of(chunk).clone().view(torch.float32).view(2, 2, 4, 8)
+    data = engine.chunks.memory.of(chunk).clone().view(torch.float32).view(2, 2, 4, 8)
     assert torch.equal(data, kv(engine.pages, range(4))) and engine.pages[1][
         1, 0, 2
     ].flatten().equal(data[1, 1, 2])

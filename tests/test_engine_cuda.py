@@ -102,7 +102,7 @@ def test_the_chunk_is_the_same_as_on_a_cpu(store_on: str) -> None:
         for key in keys:
             mine, theirs = engine.chunks.acquire(key), twin.chunks.acquire(key)
             assert mine is not None and theirs is not None
-            assert torch.equal(engine.chunks.bytes_of(mine).cpu(), twin.chunks.bytes_of(theirs))
+            assert torch.equal(engine.chunks.memory.of(mine).cpu(), twin.chunks.memory.of(theirs))
             engine.chunks.release([mine])
             twin.chunks.release([theirs])
 

@@ -203,7 +203,7 @@ def test_store_and_retrieve(world: World, pages_on: Any, pages_at: str, store_at
             for key in engine.chunks.keys():  # noqa: SIM118  it is a method of ours
                 chunk = engine.chunks.acquire(key)
                 assert chunk is not None
-                world.host_touches(engine.chunks.bytes_of(chunk))
+                world.host_touches(engine.chunks.memory.of(chunk))
                 engine.chunks.release([chunk])
             world.host_touches(*pages)
 
@@ -239,7 +239,7 @@ def test_a_move_that_fails_leaves_none_under_way(
                 assert not engine.retrieve(TOKENS, slot_mapping=torch.arange(112)).any()
             pages_on(pages_at)
             chunks = engine.chunks.reserve_many([64] * 100)
-            world.host_touches(*pages, *map(engine.chunks.bytes_of, chunks))
+            world.host_touches(*pages, *map(engine.chunks.memory.of, chunks))
             engine.chunks.release(chunks)
             assert engine.stats()["in_use"] == 0
 
@@ -302,7 +302,7 @@ def test_a_chunk_goes_through_the_staging_buffers(world: World, size: int) -> No
             taken += len(view)
 
         store.fill(chunk, receive)
-        world.host_touches(store.bytes_of(chunk))
+        world.host_touches(store.memory.of(chunk))
         got = bytearray()
         for piece in store.pieces(chunk):
             world.host_touches(as_tensor(piece))
@@ -320,7 +320,7 @@ def test_a_peer_that_leaves_in_the_middle_leaves_no_copy_under_way(world: World,
         for _ in range(2 * STAGING_BUFFERS):
             chunk, seen = store.reserve(size), []
             assert chunk is not None
-            world.host_touches(store.bytes_of(chunk))
+            world.host_touches(store.memory.of(chunk))
 
             def receive(view: memoryview, seen: list[int] = seen) -> None:
                 world.host_touches(as_tensor(view))

@@ -220,6 +220,23 @@ def test_a_full_disk_is_an_error_at_the_start_and_takes_no_room(folder, monkeypa
         assert put(store, b"a", b"a")
 
 
+def test_where_the_index_cannot_be_written_the_store_goes_on_and_nothing_is_there_again(
+    folder, caplog
+):
+    """What it says would not be so any more: the memory of what is dropped is used again."""
+    store = open_store(folder)
+    put(store, b"a", b"a" * 1000)
+    store._index._db.execute("PRAGMA max_page_count = 1")  # as on a full disk
+    for number in range(300):
+        assert put(store, b"%d" % number, b"%d" % number * 300)
+        assert get(store, b"%d" % number) == b"%d" % number * 300
+    assert store.remove(b"299") and store.stats()["in_use"] == 0
+    store.close()
+    assert len([each for each in caplog.records if "cannot be written" in each.message]) == 1
+    with open_store(folder) as store:
+        assert store.keys() == []
+
+
 def test_what_is_not_ours_in_the_folder_stays(folder):
     folder.mkdir(0o700)
     (folder / "index").write_bytes(b"somebody's diary")

@@ -49,7 +49,7 @@ def prefix_of(store, keys, metas):
 def test_put_and_get(store):
     put(store, "a", b"hello")
     chunk = store.acquire("a")
-    assert read(store, chunk) == bytes(store.bytes_of(chunk).tolist()) == b"hello"
+    assert read(store, chunk) == bytes(store.memory.of(chunk).tolist()) == b"hello"
     store.release([chunk])
     assert store.acquire("b") is None
     assert store.stats() == dict(chunks=1, bytes_used=64, max_bytes=256, pins=0, pinned_chunks=0,
