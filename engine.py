@@ -114,17 +114,15 @@ class Arena:
         self.size, self.used, self.top = size, 0, 0  # [top, size) was never handed out
         self._bins = {}  # size -> {hole: None}, the one given back last at the end
         self._sizes = []  # the bins' sizes, sorted
-        hole, self._wall = Piece(0, size), Chunk(0)
+        hole = Piece(0, size)
         _link(Chunk(0), hole)  # walls are always in use
-        _link(hole, self._wall)
+        _link(hole, Chunk(0))
         self._bin(hole)
 
     def find(self, size):
         """The best hole for so many bytes."""
         at = bisect.bisect_left(self._sizes, size)
-        if at < len(self._sizes):
-            return next(reversed(self._bins[self._sizes[at]]))
-        return self._last if self._last is not None and self._last.size >= size else None
+        return next(reversed(self._bins[self._sizes[at]])) if at < len(self._sizes) else None
 
     def take(self, piece, hole):
         self._unbin(hole)
@@ -154,18 +152,12 @@ class Arena:
         return hole
 
     def _bin(self, hole):
-        if hole.right is self._wall:
-            self._last = hole
-            return
         if hole.size not in self._bins:
             self._bins[hole.size] = {}
             bisect.insort(self._sizes, hole.size)
         self._bins[hole.size][hole] = None
 
     def _unbin(self, hole):
-        if hole is self._last:
-            self._last = None
-            return
         del self._bins[hole.size][hole]
         if not self._bins[hole.size]:
             del self._bins[hole.size]
@@ -1025,7 +1017,9 @@ class LMCacheEngine(Closing):
     def retrieve(self, tokens=None, mask=None, hashes=None, offsets=None, kvcaches=None,
                  slot_mapping=None, request_configs=None) -> torch.Tensor:  # fmt: skip
         """Copies the leading chunks of a prompt that are here, or at the remote, into the pages: a
-        BoolTensor [T], True exactly where KV was written. It is kept here, if there is room."""
+        BoolTensor [T], True exactly where KV was written. What came from the remote is kept here,
+        if there is room, but what lies in the memory of a server on this host. A remote that fails
+        on the way makes the hit shorter."""
         names = self.names.of(tokens, hashes, offsets, mask, request_configs)
         paged, slots = self._pages_and_slots(kvcaches, slot_mapping, names)
         written, done = torch.zeros(names.num_tokens, dtype=torch.bool), names.masked  # [T]

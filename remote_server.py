@@ -101,9 +101,11 @@ def padded(key):
     return raw.ljust(MAX_KEY_BYTES)
 
 
-def _check_shape(shape):
-    if len(shape) != 4:
-        raise ValueError(f"shape {[*shape]} must have 4 axes; fill up with 0")
+def _pack(form, *fields):
+    try:
+        return form.pack(*fields)
+    except struct.error as error:
+        raise ValueError(f"header {fields}, 4 of them a shape's axes or 0: {error}") from error
 
 
 @dataclass
@@ -129,13 +131,8 @@ class ClientMetaMessage:
     location: int = 0
 
     def serialize(self) -> bytes:
-        _check_shape(self.shape)
-        key = padded(self.key)
-        numbers = (self.command, self.length, self.fmt, self.dtype, self.location, *self.shape)
-        try:
-            return REQUEST.pack(*numbers, key)
-        except struct.error as error:
-            raise ValueError(f"command, length, fmt, ... {numbers}: {error}") from error
+        layout = self.fmt, self.dtype, self.location, *self.shape
+        return _pack(REQUEST, self.command, self.length, *layout, padded(self.key))
 
     @staticmethod
     def deserialize(header: bytes) -> "ClientMetaMessage":
@@ -159,8 +156,8 @@ class ServerMetaMessage:
     location: int = 0
 
     def serialize(self) -> bytes:
-        _check_shape(self.shape)
-        return REPLY.pack(self.code, self.length, self.fmt, self.dtype, *self.shape, self.location)
+        layout = self.fmt, self.dtype, *self.shape, self.location
+        return _pack(REPLY, self.code, self.length, *layout)
 
     @staticmethod
     def deserialize(header: bytes) -> "ServerMetaMessage":

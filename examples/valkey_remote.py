@@ -31,7 +31,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice, takewhile
+from itertools import islice
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -39,6 +39,7 @@ from valkey import Valkey, ValkeyCluster
 from valkey import exceptions as client_errors
 
 from engine import RemoteMeta
+from remote_server import count_leading
 
 logger = logging.getLogger("lmcache.valkey_remote")
 
@@ -255,9 +256,9 @@ class ValkeyRemote:
         halves = zip(replies[len(keys) :], replies[: len(keys)], strict=True)
         return [_meta(raw, nbytes) is not None for raw, nbytes in halves]
 
-    def exists_prefix(self, keys: Sequence[str]) -> int:
+    def leading(self, keys: Sequence[str]) -> int:
         """How many leading ones are there. Asks for the head last: of a prefix it stays longest."""
-        return sum(takewhile(bool, self.exists_many(keys[::-1])[::-1]))
+        return count_leading(self.exists_many, keys)
 
     def get_many(self, keys: Sequence[str], fill: Fill) -> None:
         """For each chunk that is there, in order, fill(index, meta, receive).

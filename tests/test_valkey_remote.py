@@ -183,7 +183,7 @@ def test_chunks_come_back_as_they_went(remote):
     got = get(remote, KEYS[:40])
     assert [*got] == [*range(0, 40, 2)]
     assert [*got.values()] == [chunk(number) for number in range(20)]
-    assert remote.exists_many([]) == [] and get(remote, []) == {} and remote.exists_prefix([]) == 0
+    assert remote.exists_many([]) == [] and get(remote, []) == {} and remote.leading([]) == 0
     remote.put_many([])
 
 
@@ -210,7 +210,7 @@ def test_the_head_is_used_last(remote, server):
     """By puts and by questions alike: what goes first is the tail. MONITOR shows what is asked."""
     put(remote, KEYS[:6])
     with server.client.monitor() as monitor:
-        assert remote.exists_prefix(KEYS[:9]) == 6
+        assert remote.leading(KEYS[:9]) == 6
         asked = [monitor.next_command()["command"].split() for _ in range(18)]
         put(remote, KEYS[:3])
         written = [monitor.next_command()["command"].split()[:2] for _ in range(6)]
@@ -221,9 +221,9 @@ def test_the_head_is_used_last(remote, server):
         ["SET", key + half] for half in ("kv_bytes", "metadata") for key in KEYS[2::-1]
     ]
     server.client.delete(KEYS[3] + "metadata")
-    assert remote.exists_prefix(KEYS[:9]) == 3
+    assert remote.leading(KEYS[:9]) == 3
     server.client.delete(KEYS[0] + "metadata")
-    assert remote.exists_prefix(KEYS[:9]) == 0
+    assert remote.leading(KEYS[:9]) == 0
 
 
 def test_asking_counts_as_use(remote, server):
@@ -234,7 +234,7 @@ def test_asking_counts_as_use(remote, server):
         return [server.client.object("idletime", half) for half in halves]
 
     assert wait_for(lambda: min(idle_sec()) > 0)
-    assert remote.exists_prefix(KEYS[:1]) == 1
+    assert remote.leading(KEYS[:1]) == 1
     assert max(idle_sec()) == 0
 
 
@@ -280,7 +280,7 @@ def test_half_a_chunk_is_a_miss(remote, server, break_chunk):
     put(remote, KEYS[:3])
     break_chunk(server.client, KEYS[1])
     assert remote.exists_many(KEYS[:3]) == [True, False, True]
-    assert remote.exists_prefix(KEYS[:3]) == 1
+    assert remote.leading(KEYS[:3]) == 1
     assert get(remote, KEYS[:3]) == {0: chunk(0), 2: chunk(2)}
     put(remote, KEYS[:3])
     assert [*get(remote, KEYS[:3])] == [0, 1, 2]
@@ -437,7 +437,7 @@ def test_eight_threads_on_one_remote(remote):
         keys = [f"{number}-{key}" for key in KEYS[:20]]
         for _ in range(5):
             put(remote, keys)
-            assert remote.exists_prefix(keys) == 20
+            assert remote.leading(keys) == 20
             assert get(remote, keys) == {index: chunk(index) for index in range(20)}
 
     with ThreadPoolExecutor(8) as pool:
@@ -798,7 +798,7 @@ def test_a_cluster_takes_its_share_each(example, cluster):
         with remote_at(example, node.port) as remote:
             put(remote, KEYS)
             remote.flush()
-            assert remote.exists_prefix([*KEYS, "no"]) == 64
+            assert remote.leading([*KEYS, "no"]) == 64
             assert get(remote, ["no", *KEYS]) == {1 + index: chunk(index) for index in range(64)}
     sizes = [node.client.dbsize() for node in cluster.masters()]
     assert sum(sizes) == 128 and min(sizes) > 20

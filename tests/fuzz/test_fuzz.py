@@ -65,20 +65,23 @@ class Machine(RuleBasedStateMachine):
 # Arena: offsets only
 
 
-def pieces_of(arena: Arena) -> list[Piece]:
+def pieces_of(arena: Arena, live: list[Chunk]) -> list[Piece]:
     """All of the arena, in order, without the walls."""
-    found, piece = [], arena._wall.left
-    while piece.left is not None:
-        found.append(piece)
+    piece = [*live, *(hole for held in arena._bins.values() for hole in held)][0]
+    while piece.left.left is not None:
         piece = piece.left
-    return found[::-1]
+    found = []
+    while piece.right is not None:
+        found.append(piece)
+        piece = piece.right
+    return found
 
 
 def check_arena(arena: Arena, live: list[Chunk]) -> None:
     """Live pieces and holes tile the arena with no gap and no overlap, holes are merged, every sum
     is right."""
     at, before, holes = 0, None, []
-    for piece in pieces_of(arena):
+    for piece in pieces_of(arena, live):
         assert piece.offset == at and piece.size > 0, f"a piece at {piece.offset}, not at {at}"
         assert piece.right.left is piece
         hole = type(piece) is Piece
@@ -86,11 +89,11 @@ def check_arena(arena: Arena, live: list[Chunk]) -> None:
         at, before = at + piece.size, hole
         holes += [piece] * hole
     assert at == arena.size
-    assert {id(piece) for piece in live} == {id(p) for p in pieces_of(arena) if type(p) is Chunk}
+    chunks = [p for p in pieces_of(arena, live) if type(p) is Chunk]
+    assert {id(piece) for piece in live} == {id(piece) for piece in chunks}
     assert arena.used == sum(piece.size for piece in live)
     assert arena._sizes == sorted(arena._bins)
     binned = [hole for held in arena._bins.values() for hole in held]
-    binned += [arena._last] if arena._last is not None else []
     assert {id(hole) for hole in binned} == {id(hole) for hole in holes}
     assert len(binned) == len(holes)
 
@@ -112,13 +115,12 @@ class ArenaMachine(Machine):
 
     @rule(size=st.integers(1, 14).map(lambda n: n * 64))
     def take(self, size):
-        fitting = [p.size for p in pieces_of(self.arena) if is_hole(p) and p.size >= size]
-        inner = [p.size for p in pieces_of(self.arena)[:-1] if is_hole(p) and p.size >= size]
+        pieces = pieces_of(self.arena, self.live)
+        fitting = [p.size for p in pieces if is_hole(p) and p.size >= size]
         hole = self.arena.find(size)
         assert (hole is not None) == bool(fitting)
         if hole is not None:
-            # the smallest that fits, but the last one, never handed out, only where none else does
-            assert hole.size == min(inner, default=hole.size)
+            assert hole.size == min(fitting)
             chunk = Chunk(size)
             self.arena.take(chunk, hole)
             self.live.append(chunk)
@@ -180,7 +182,10 @@ class ChunkStoreMachine(Machine):
 
     def windows(self):
         """The largest hole, and the largest place that evictions could make."""
-        pieces, uses = pieces_of(self.store._arena), self.uses()
+        pieces, uses = (
+            pieces_of(self.store._arena, [*self.uses(), *self.model.values()]),
+            self.uses(),
+        )
         hole = max((p.size for p in pieces if is_hole(p)), default=0)
         return hole, largest(pieces, lambda p: is_hole(p) or not uses[p])
 
