@@ -209,6 +209,20 @@ def test_a_broken_stream_is_a_broken_connection(client):
     assert len(filled) == 1 and not faults
 
 
+def test_in_place_and_a_whole_prefix_over_tls(pem, tmp_path):
+    """The questions come encrypted, the bytes by the memory that both have."""
+    tls = context(pem, "server", server_side=True)
+    with running_server(tls=tls, folder=tmp_path / "store") as server:
+        with tls_client(server, context(pem, "client")) as client:
+            client.put("a", b"a" * 1000)
+            client.put("b", b"b" * 1000)
+            assert client.leading(["a", "b", "c"]) == 2
+            held = client.hold_many(["b", "c", "a"])
+            assert [found and bytes(found[1].tolist()[:1]) for found in held] == [b"b", None, b"a"]
+            client.let_go()
+            assert server.stats()["in_use"] == 0
+
+
 @pytest.mark.parametrize("sent", [0, 500])
 def test_stalled_in_the_middle_of_a_put(server, pem, sent):
     with socket.create_connection(("127.0.0.1", server.port)) as plain:
