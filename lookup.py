@@ -741,10 +741,10 @@ class SLRU(LRU):
         super().__init__()
         self._kept = OrderedDict()  # idle, too: key -> _clock when its turn came
         self._counted = {}  # key, idle or in use -> _clock at the last use that counted
-        self._proven = set()
+        self._proven = {}  # key -> None
         self._gone = {}  # hash(key), smaller than a key, of one evicted -> _rounded then
-        self._clock = self._rounded = 0  # what came into LRU's room: new keys, and kept ones used
-        self._share = 0.1
+        # The clock counts what came into LRU's room: new keys, and kept ones that are used.
+        self._clock, self._rounded, self._share = 0, 0, 0.1
 
     def added(self, key):
         self._clock += 1
@@ -752,13 +752,13 @@ class SLRU(LRU):
             self._rounded = self._clock
         self._counted[key] = self._clock
         if (left := self._gone.pop(hash(key), None)) is not None:
-            self._proven.add(key)
+            self._proven[key] = None
             self._adapt(-(self._clock - left <= len(self._kept)))
 
     def take(self, keys):
         counted, before = self._counted, self._clock - len(self._counted) / 8
         if keys and counted[keys[-1]] < before:  # who uses a tail uses all before it
-            self._proven.update(keys)  # those before it, too, which have to outlive it
+            self._proven.update(dict.fromkeys(keys))  # those before it have to outlive it
             counted.update(dict.fromkeys(keys, self._clock))
         order = self._order
         for key in keys:
@@ -772,9 +772,8 @@ class SLRU(LRU):
         self._share = min(0.97, max(0.1, self._share + 2 * lead / len(self._counted)))
 
     def removed(self, key, evicted):
-        for each in (self._order, self._kept, self._counted):
+        for each in (self._order, self._kept, self._counted, self._proven):
             each.pop(key, None)
-        self._proven.discard(key)
         if evicted:
             self._gone[hash(key)] = self._rounded
             if len(self._gone) > 5 * len(self._counted):
@@ -788,12 +787,10 @@ class SLRU(LRU):
         room = int(self._share * len(self._counted)) - len(kept)
         yield from islice(oldest, max(0, -room))
         for key in order:
-            if key not in proven:
-                yield key
-            elif room > 0:
+            if room > 0 and key in proven:
                 room -= 1
-            else:  # this one would be kept, and the oldest go for it
-                yield next(oldest)
+            else:  # a proven one would be kept, and the oldest goes for it
+                yield next(oldest) if key in proven else key
         yield from oldest
 
 
