@@ -2,7 +2,7 @@
 rounds, medians.
 
     $ make bench                              # all of it, about 7 minutes; tables, figures
-    $ python bench/bench.py --rounds 7 tcp    # one part: tcp, host, lookup, engine, growth, ttft
+    $ python bench/bench.py --rounds 7 tcp    # of tcp host lookup engine policies growth ttft
 
 The floor of the TCP part is a bare Python server below (FLOOR): it knows where the bytes go before
 they come, has touched the memory, and does nothing else. The floor of the engine part is the
@@ -853,6 +853,62 @@ def bench_engine(rounds: int) -> None:
 # How cost grows
 
 
+def bench_policies(rounds: int) -> None:
+    """What slru costs beside lru: on full stores of 2,048 chunks, with the same requests."""
+    heading("Eviction, on a full store; ours: slru, floor: lru")
+    shape, kinds = (2, 2, 256, 2, 64), {"ours": "slru", "floor": "lru"}  # 256 KiB a chunk
+    metadata = LMCacheMetadata("bench", 1, 1, 0, 0, torch.float16, shape)
+    pages = [torch.randn(2, 128, 16, 2, 64).half() for _ in range(2)]  # L of [2, B, N, H, D]
+    fresh = iter(range(10**9))
+    with ExitStack() as stack:
+        engines = {}
+        for kind, policy in kinds.items():
+            config = LMCacheEngineConfig(max_local_cpu_size=0.5, eviction_policy=policy)
+            engines[kind] = stack.enter_context(LMCacheEngine(config, metadata))
+            engines[kind].register_kv_caches(pages, "2BNHD")
+            for number in range(256):  # of 8 chunks each
+                engines[kind].store([number] * 2048, slot_mapping=range(2048))
+        hashes = {
+            kind: [
+                key
+                for n in range(64, 128)
+                for _, _, key in engine.token_database.process_tokens([n] * 2048)
+            ]
+            for kind, engine in engines.items()
+        }
+
+        def look(kind: str, unpin: bool) -> float:
+            engine, names = engines[kind], hashes[kind]
+            offsets = [256] * len(names)
+            took = seconds(
+                lambda: engine.lookup(hashes=names, offsets=offsets, lookup_id="bench", pin=True)
+            )
+            released = seconds(lambda: engine.lookup_unpin("bench"))
+            return released if unpin else took
+
+        def store(kind: str) -> float:
+            number = next(fresh) // 2  # the same for both
+            tokens = [1000 + number] * 2048
+            return seconds(lambda: engines[kind].store(tokens, slot_mapping=range(2048)))
+
+        def retrieve(kind: str) -> float:
+            return seconds(lambda: engines[kind].retrieve([100] * 2048, slot_mapping=range(2048)))
+
+        def touch(kind: str) -> float:
+            names, chunks = hashes[kind], engines[kind].chunks
+            return seconds(lambda: [chunks.touch([name]) for name in names])
+
+        for title, work, unit in (
+            ("engine.lookup(pin=True), 512 chunks", partial(look, unpin=False), "us"),
+            ("engine.lookup_unpin, 512 chunks", partial(look, unpin=True), "us"),
+            ("512 touches of one chunk each (EXIST)", touch, "us"),
+            ("retrieve, 8 chunks of 256 KiB", retrieve, "ms"),
+            ("store, 8 chunks of 256 KiB over 8 others", store, "ms"),
+        ):
+            works = {kind: partial(work, kind) for kind in kinds}
+            compare(title, works, rounds, "fl/us >=0.9", unit)
+
+
 def server_pid(port: int) -> int:
     """The process that listens there."""
     return next(
@@ -1073,6 +1129,7 @@ PARTS = {
     "host": bench_host,
     "lookup": bench_lookup,
     "engine": bench_engine,
+    "policies": bench_policies,
     "growth": bench_growth,
     "ttft": bench_ttft,
 }
