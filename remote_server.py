@@ -13,7 +13,7 @@ It speaks LMCache 0.3.14's protocol (v1/server, v1/protocol.py); either end can 
     header 186 bytes, GET              ->    header 36 bytes + payload, or FAIL
     header 186 bytes, EXIST or HEALTH  ->    header 36 bytes
     header 186 bytes, LIST or STATS    ->    header 36 bytes + newline-joined keys, or JSON
-    header 186 bytes, PREFIX + keys    ->    header 36 bytes, how many leading ones are there
+    header 186 bytes, PREFIX + n * 186 ->    header 36 bytes, how many leading ones are there
     header 186 bytes, HOLD             ->    header 36 bytes + 8, where it is in memory, or FAIL
     header 186 bytes, LETGO            ->    header 36 bytes
 
@@ -476,11 +476,12 @@ class Session(Stream):
             self.write(header)
 
     def _prefix(self, length):
-        """How many leading ones of these keys are there, as the first number of the shape."""
-        if not 0 <= length <= MAX_PREFIX_BYTES or length % MAX_KEY_BYTES:
+        """How many leading ones of these keys are there, as the first number of the shape. A key is
+        where a request's is: whoever forwards requests by their size forwards these, too."""
+        if not 0 <= length <= MAX_PREFIX_BYTES or length % REQUEST_BYTES:
             raise ConnectionError(f"announces {length} bytes of keys: connection closed")
         self.left = length
-        keys = struct.iter_unpack(f"{MAX_KEY_BYTES}s", read_bytes(self.read, length))
+        keys = struct.iter_unpack(f"36x{MAX_KEY_BYTES}s", read_bytes(self.read, length))
         count = self._touch([key.rstrip(b" ") for (key,) in keys])
         self.write(ServerMetaMessage(SUCCESS, shape=(count, 0, 0, 0)).serialize())
 
@@ -795,7 +796,7 @@ class RemoteClient(Closing):
 
     def leading(self, keys) -> int:
         """How many leading ones of these are there, in one question to a server of ours."""
-        names = b"".join(map(padded, keys))
+        names = b"".join(bytes(36) + padded(key) for key in keys)
 
         def ask(stream):
             if self._level(stream) < PREFIX or len(names) > MAX_PREFIX_BYTES:

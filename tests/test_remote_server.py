@@ -233,13 +233,13 @@ def test_health_with_any_key(sock):
 
 
 def test_a_prefix_by_hand(server, client, sock):
-    """The keys as a header has them, 150 bytes each; the answer is the shape's first number."""
+    """The keys where a header has them, 186 bytes each; the answer is the shape's first number."""
     keys = [b"a", b"", b"\xff\n \x00", b"k" * 150]
     for key in keys:
         client.put(key, b"x")
     client.flush()
     for asked, count in ((keys, 4), (keys[:2] + [b"none"] + keys, 2), ([b"none"], 0), ([], 0)):
-        names = b"".join(key.ljust(150) for key in asked)
+        names = b"".join(bytes(36) + key.ljust(150) for key in asked)
         data = request(PREFIX, b"any", len(names)) + names + request(EXIST, keys[0])
         for part in (data[:1], data[1:200], data[200:]):
             sock.sendall(part)
@@ -247,21 +247,21 @@ def test_a_prefix_by_hand(server, client, sock):
     assert server.store.stats()["in_use"] == 0
 
 
-@pytest.mark.parametrize("length", [-1, -150, 149, 151, (16 << 20) + 150, 2**31 - 1])
+@pytest.mark.parametrize("length", [-1, -186, 150, 185, 187, 186 * 90_201, 2**31 - 1])
 def test_a_prefix_of_a_length_that_cannot_be_ends_the_connection(server, sock, length):
     sock.sendall(request(PREFIX, b"any", length))
     assert read(sock, 1) == b"" and served(server)
 
 
 def test_half_a_prefix_is_dropped_at_the_stall_timeout(server, sock):
-    sock.sendall(request(PREFIX, b"any", 300) + b"a")
+    sock.sendall(request(PREFIX, b"any", 372) + b"a")
     assert read(sock, 1) == b"" and served(server)
 
 
 def test_a_prefix_of_a_store_that_raises_is_none(server, sock, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(server.store, "touch", lambda _: 1 // 0)
-        sock.sendall(request(PREFIX, b"any", 150) + b"a".ljust(150) + request(HEALTH))
+        sock.sendall(request(PREFIX, b"any", 186) + bytes(36) + b"a".ljust(150) + request(HEALTH))
         assert read(sock, 72) == FOUND * 2
 
 

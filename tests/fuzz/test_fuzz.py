@@ -1046,7 +1046,7 @@ class TcpMachine(Machine):
     @rule(index=st.integers(0, 1), keys=st.lists(TCP_KEYS, max_size=5), cuts=CUTS)
     def prefix(self, index, keys, cuts):
         if self.halves[index] is None:
-            names = b"".join(key.ljust(150) for key in keys)
+            names = b"".join(bytes(36) + key.ljust(150) for key in keys)
             self.wire(index).send(request(ClientCommand.PREFIX, b"", len(names)) + names, cuts)
             header, payload = self.wire(index).reply()
             assert header[0] == 200 and payload == b"" and 0 <= header[4] <= len(keys)
@@ -1074,7 +1074,7 @@ class TcpMachine(Machine):
 
     @rule(index=st.integers(0, 1), length=st.integers(-(2**31), 2**31 - 1))
     def no_prefix(self, index, length):
-        if self.halves[index] is None and not (0 <= length <= 16 << 20 and length % 150 == 0):
+        if self.halves[index] is None and not (0 <= length <= 16 << 20 and length % 186 == 0):
             self.wire(index).send(request(ClientCommand.PREFIX, b"", length))
             assert self.wire(index).receive(1) == b""
             self.drop(index)
