@@ -343,9 +343,10 @@ class Index:
             self._path, self._closed = (Path(folder, name) for name in names)
             if self._closed.exists():
                 self._closed.rename(self._path)
-            for other in {*Path(folder).glob("lmcache-*-*-*")} - {self._path}:
-                logger.warning("%s: of another version, size or boot, is removed", other)
-                shutil.rmtree(other)
+            for arena in Path(folder).glob("lmcache-[0-9]*-[0-9]*-*/arena"):
+                if arena.parent != self._path:
+                    logger.warning("%s: of another version, size or boot, is removed", arena)
+                    shutil.rmtree(arena.parent)
             self._path.mkdir(0o700, exist_ok=True)
             number = os.open(folder, os.O_RDONLY)
             undo.callback(os.close, number)

@@ -240,9 +240,11 @@ def test_where_the_index_cannot_be_written_the_store_goes_on_and_nothing_is_ther
 def test_what_is_not_ours_in_the_folder_stays(folder):
     folder.mkdir(0o700)
     (folder / "index").write_bytes(b"somebody's diary")
+    (folder / "lmcache-of-my-own").mkdir()
     with open_store(folder) as store:
         assert put(store, b"a", b"a")
     assert (folder / "index").read_bytes() == b"somebody's diary"
+    assert (folder / "lmcache-of-my-own").exists()
     with pytest.raises(OSError):
         open_store(folder / "index")
 
