@@ -45,7 +45,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -345,24 +345,27 @@ class Session(Stream):
         self.idle_since = monotonic()  # waits for a request since then
 
     def serve(self):
-        while not self.server.closed:
+        server, buffer, contains = self.server, self.buffer, self.store.contains
+        while not server.closed:
             self.idle_since = self.idle_since or monotonic()
-            if not self.held:
-                self.held_since = monotonic()
-            elif monotonic() > self.held_since + self.timeout_sec:
+            if self.held and monotonic() > self.held_since + self.timeout_sec:
                 raise TimeoutError(f"holds {len(self.held)} chunks in place, and does not let go")
             if not self.more(idle=not self.held):
                 return
             self.idle_since = None
             replies = b""
             while self.have - self.at >= REQUEST_BYTES:
-                command, length, *numbers, key = REQUEST.unpack_from(self.buffer, self.at)
+                command, length, *numbers, key = REQUEST.unpack_from(buffer, self.at)
                 self.at += REQUEST_BYTES
                 key = key.rstrip(b" ")
                 if command == EXIST:
-                    replies += FOUND if self._touch((key,)) else MISS
+                    try:
+                        there = contains(key)
+                    except Exception as error:
+                        there = self._failed(error)
+                    replies += FOUND if there else MISS
                 elif command == HEALTH:
-                    replies += self.server.hello if key == HELLO else FOUND
+                    replies += server.hello if key == HELLO else FOUND
                 elif command == HOLD:
                     replies += self._hold(key)
                 else:
@@ -385,12 +388,6 @@ class Session(Stream):
         if isinstance(error, OSError):  # of the connection
             raise error
         self.server.log("store", "the store failed: %r", error)
-
-    def _touch(self, keys):
-        try:
-            return self.store.touch(keys)
-        except Exception as error:
-            return self._failed(error) or 0
 
     def _put(self, key, length, numbers):
         if length < 0:  # there is no telling where the next request starts
@@ -428,13 +425,15 @@ class Session(Stream):
             view[:count], early = early[:count], early[count:]
             self.read(view[count:])
 
+        admitted = self.server.admit(length)
         try:
-            with self.server.room_for(length) as admitted:
-                if admitted and (chunk := chunk or store.reserve(length)) is not None:
-                    chunk.meta = header
-                    store.fill(chunk, receive if early else self.read)
-                    store.commit(key, chunk)
+            if admitted and (chunk := chunk or store.reserve(length)) is not None:
+                chunk.meta = header
+                store.fill(chunk, receive if early else self.read)
+                store.commit(key, chunk)
         finally:
+            if admitted:
+                self.server.finished(length)
             store.release([*filter(None, (chunk, old))])
 
     def _answer(self, command, key):
@@ -482,7 +481,10 @@ class Session(Stream):
             raise ConnectionError(f"announces {length} bytes of keys: connection closed")
         self.left = length
         keys = struct.iter_unpack(f"36x{MAX_KEY_BYTES}s", read_bytes(self.read, length))
-        count = self._touch([key.rstrip(b" ") for (key,) in keys])
+        try:
+            count = self.store.touch([key.rstrip(b" ") for (key,) in keys])
+        except Exception as error:
+            count = self._failed(error) or 0
         self.write(ServerMetaMessage(SUCCESS, shape=(count, 0, 0, 0)).serialize())
 
     def _hold(self, key):
@@ -491,6 +493,8 @@ class Session(Stream):
         chunk = self.store.acquire(key)
         if chunk is None:
             return MISS
+        if not self.held:
+            self.held_since = monotonic()
         self.held.append(chunk)
         held = sum(each.nbytes for each in self.held)
         if len(self.held) == 1 or held <= self.store.max_bytes // EARLY_SHARE:
@@ -571,21 +575,20 @@ class LMCacheServer(Closing):
             with self._lock:
                 self._clients.pop(session, None)
 
-    @contextmanager
-    def room_for(self, length):
-        """Whether so large a payload may be under way: such ones hold at most half of max_bytes, or
-        a larger one, one at a time, what it needs."""
+    def admit(self, length):
+        """Whether so large a payload may be under way, until finished(): such ones hold at most
+        half of max_bytes, or a larger one, one at a time, what it needs."""
         half = self.store.max_bytes // 2
         large = length > half
         with self._lock:
             admitted = self._unfinished[large] + length <= (half, self.store.max_bytes)[large]
             self._unfinished[large] += length * admitted
             self.store.counters["rejected"] += not admitted
-        try:
-            yield admitted
-        finally:
-            with self._lock:
-                self._unfinished[large] -= length * admitted
+        return admitted
+
+    def finished(self, length):
+        with self._lock:
+            self._unfinished[length > self.store.max_bytes // 2] -= length
 
     def run(self):
         """Accepts clients until close()."""

@@ -196,7 +196,7 @@ def test_misses_are_36_bytes_and_at_once(sock):
     assert time.monotonic() - began < 0.2
 
 
-@pytest.mark.parametrize("command, name", [(GET, "acquire"), (EXIST, "touch"), (GET, "pieces")])
+@pytest.mark.parametrize("command, name", [(GET, "acquire"), (EXIST, "contains"), (GET, "pieces")])
 def test_a_store_that_raises_is_a_miss_and_the_connection_serves_on(
     server, sock, command, name, monkeypatch
 ):
