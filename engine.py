@@ -331,9 +331,9 @@ class Index:
     before its memory is used again. So it is all there again, however the store ended, while the
     machine stays up: the page cache has it. After a reboot only what was closed, and synced, is.
 
-    Both lie in a folder named by version, size, and boot or "closed"; one of another name is not
-    trusted, but removed. OSError: no room, files that are not ours alone or have been cut, a store
-    that is alive there."""
+    Both lie in a folder named by version, size, and boot or "closed"; one of another name, or one
+    whose arena somebody still writes, is not trusted, but removed. OSError: no room, files that are
+    not ours alone or have been cut, a store that is alive there."""
 
     def __init__(self, folder, size):
         self.uses = {}  # offset -> last use, to be written
@@ -344,8 +344,13 @@ class Index:
             if self._closed.exists():
                 self._closed.rename(self._path)
             for arena in Path(folder).glob("lmcache-[0-9]*-[0-9]*-*/arena"):
-                if arena.parent != self._path:
-                    logger.warning("%s: of another version, size or boot, is removed", arena)
+                try:
+                    if arena.parent != self._path:
+                        raise OSError("of another version, size or boot")
+                    with locked(arena):  # no client of the server before writes there any more
+                        continue
+                except OSError as error:
+                    logger.warning("%s is removed: %s", arena, error)
                     shutil.rmtree(arena.parent)
             self._path.mkdir(0o700, exist_ok=True)
             number = os.open(folder, os.O_RDONLY)

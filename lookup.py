@@ -863,20 +863,21 @@ def socket_file(path):
 
 
 @contextmanager
-def locked(folder, timeout_sec=2.0):
+def locked(path, timeout_sec=2.0, how=fcntl.LOCK_EX):
     """One process or thread at a time: of two servers that start at once on one path, the second
     sees the first. OSError where somebody keeps the lock: others may hold it, too."""
-    number, deadline = os.open(folder, os.O_RDONLY), monotonic() + timeout_sec
+    number, deadline = os.open(path, os.O_RDONLY), monotonic() + timeout_sec
     try:
         while True:
             try:
-                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(number, how | fcntl.LOCK_NB)
                 break
             except BlockingIOError as error:
                 if monotonic() > deadline:
-                    raise OSError(f"folder {folder} is locked by another process") from error
+                    raise OSError(f"{path} is locked by another process") from error
                 sleep(0.01)
-        yield
+        yield number
+        fcntl.flock(number, fcntl.LOCK_UN)  # of a process forked meanwhile, too
     finally:
         os.close(number)
 

@@ -15,7 +15,8 @@ It speaks LMCache 0.3.14's protocol (v1/server, v1/protocol.py); either end can 
     header 186 bytes, LIST or STATS    ->    header 36 bytes + newline-joined keys, or JSON
     header 186 bytes, PREFIX + n * 186 ->    header 36 bytes, how many leading ones are there
     header 186 bytes, HOLD             ->    header 36 bytes + 8, where it is in memory, or FAIL
-    header 186 bytes, LETGO            ->    header 36 bytes
+    header 186 bytes, RESERVE          ->    the same, for what the client is to write there
+    header 186 bytes, LETGO            ->    header 36 bytes: held no more, and what it wrote is PUT
 
 | thread | socket | what wakes it |
 |---|---|---|
@@ -28,6 +29,7 @@ Not here: replication, the chunk store itself (engine.ChunkStore).
 """
 
 import argparse
+import fcntl
 import json
 import logging
 import mmap
@@ -42,14 +44,14 @@ import struct
 import sys
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
-from itertools import takewhile
+from itertools import islice, takewhile
 from math import inf
 from pathlib import Path
 from time import monotonic, sleep
@@ -60,7 +62,7 @@ import torch
 from engine import ChunkStore
 from lookup import (
     DTYPE_TO_INT, MAX_KEY_BYTES, POLICIES, CacheEngineKey, Closing, LMCacheEngineConfig,
-    MemoryFormat, PerThread, RareLog, RemoteMeta, Service, bytes_of,
+    MemoryFormat, PerThread, RareLog, RemoteMeta, Service, bytes_of, locked,
 )  # fmt: skip
 
 logger = logging.getLogger("lmcache.remote_server")
@@ -81,6 +83,7 @@ class ClientCommand(IntEnum):
     PREFIX = 103
     HOLD = 104
     LETGO = 105
+    RESERVE = 106
 
 
 class ServerReturnCode(IntEnum):
@@ -166,7 +169,8 @@ class ServerMetaMessage:
 
 
 # As plain ints: an enum costs a tenth of a small request
-PUT, GET, EXIST, LIST, HEALTH, STATS, CLEAR, DELETE, PREFIX, HOLD, LETGO = map(int, ClientCommand)
+(PUT, GET, EXIST, LIST, HEALTH, STATS, CLEAR, DELETE,
+ PREFIX, HOLD, LETGO, RESERVE) = map(int, ClientCommand)  # fmt: skip
 SUCCESS, FAIL = map(int, ServerReturnCode)
 
 MISS = ServerMetaMessage(FAIL).serialize()
@@ -194,7 +198,7 @@ class Stream:
         self._view = memoryview(self.buffer)
         # buffer[at:have] was read and is not consumed; left: bytes of a payload that are to come
         self.at = self.have = self.left = 0
-        self.level, self.about = None, b""  # of a client's: what the server said of itself
+        self.level = self.arena = None  # of a client's, see RemoteClient._hello
         self.begin()
 
     def prepare(self, tls, **how):
@@ -331,7 +335,7 @@ def tls_context(cert, key, ca, server_side):
 # The server
 
 REQUEST_BYTES = REQUEST.size
-EARLY_SHARE = 8  # an eighth of a payload must be here before others are evicted for it
+SHARE = 8  # an eighth of a payload must be here before others are evicted for it
 LISTED_AT_ONCE = 1000  # keys
 MAX_PREFIX_BYTES = 16 << 20  # of keys that one question has
 
@@ -341,7 +345,8 @@ class Session(Stream):
 
     def __init__(self, server, sock, peer):
         super().__init__(sock, server.stall_timeout_sec, peer)
-        self.server, self.store, self.held = server, server.store, []  # held: chunks, see _hold
+        self.server, self.store = server, server.store
+        self.held, self.made = [], []  # chunks in use; of them (key, chunk) that are reserved
         self.idle_since = monotonic()  # waits for a request since then
 
     def serve(self):
@@ -368,6 +373,8 @@ class Session(Stream):
                     replies += server.hello if key == HELLO else FOUND
                 elif command == HOLD:
                     replies += self._hold(key)
+                elif command == RESERVE:
+                    replies += self._reserve(key, length, numbers)
                 else:
                     if replies:  # no answer waits for a payload that may be slow to come
                         self.write(replies)
@@ -396,11 +403,9 @@ class Session(Stream):
             self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)  # holds one for an ACK
         if length and self.at == self.have and not self.more():
             raise ConnectionError("left after a PUT header")  # nobody was evicted on its word
-        fmt, dtype, location, *shape = numbers
-        header = REPLY.pack(SUCCESS, length, fmt, dtype, *shape, location)
         self.left = length
         try:
-            self._take(key, length, header)
+            self._take(key, length, reply_to(length, numbers))
         except Exception as error:
             self._failed(error)
         if self.left:
@@ -412,10 +417,10 @@ class Session(Stream):
 
         Subtle: nobody is evicted for what is only announced, an eighth must be here before."""
         store, chunk, old, early = self.store, None, None, memoryview(b"")
-        if length <= store.max_bytes // EARLY_SHARE:
+        if length <= store.max_bytes // SHARE:
             chunk = store.reserve_hole(length)
         if chunk is None:
-            early = memoryview(bytearray(length // EARLY_SHARE * (length <= store.max_bytes)))
+            early = memoryview(bytearray(length // SHARE * (length <= store.max_bytes)))
             self.read(early)
             old = store.acquire(key, counted=False)  # stays until the new one is whole
 
@@ -425,7 +430,10 @@ class Session(Stream):
             view[:count], early = early[:count], early[count:]
             self.read(view[count:])
 
-        admitted = self.server.admit(length)
+        half = store.max_bytes // 2  # such ones together; a larger one, one at a time, needs more
+        limit = half if length <= half else store.max_bytes
+        admitted = self.server.admit(length, limit)
+        store.counters["rejected"] += not admitted
         try:
             if admitted and (chunk := chunk or store.reserve(length)) is not None:
                 chunk.meta = header
@@ -433,7 +441,7 @@ class Session(Stream):
                 store.commit(key, chunk)
         finally:
             if admitted:
-                self.server.finished(length)
+                self.server.finished(length, limit)
             store.release([*filter(None, (chunk, old))])
 
     def _answer(self, command, key):
@@ -448,6 +456,8 @@ class Session(Stream):
         elif command == DELETE:
             self.write(FOUND if self.store.remove(key) else MISS)
         elif command == LETGO:
+            for made in self.made:
+                self.store.commit(*made)
             self.let_go()
             self.write(FOUND)
         else:
@@ -493,18 +503,46 @@ class Session(Stream):
         chunk = self.store.acquire(key)
         if chunk is None:
             return MISS
+        held = sum(each.nbytes for each in self.held)
+        if self.held and held + chunk.nbytes > self.store.max_bytes // SHARE:
+            self.store.release([chunk])
+            return MISS
+        return self._held(chunk)
+
+    def _reserve(self, key, length, numbers):
+        """The same for a chunk that the client is to write: visible at LETGO. Such chunks of all
+        clients are an eighth of the store at most."""
+        store, limit = self.store, self.store.max_bytes // SHARE
+        if not self.server.in_place or length < 0 or not self.server.admit(length, limit):
+            return MISS
+        old, chunk = store.acquire(key, counted=False), store.reserve(length)
+        if chunk is None:
+            self.server.finished(length, limit)
+            store.release([*filter(None, (old,))])
+            return MISS
+        chunk.meta = reply_to(length, numbers)
+        self.made.append((key, chunk))
+        return self._held(chunk, *filter(None, (old,)))  # which stays until the new one is whole
+
+    def _held(self, chunk, *others):
         if not self.held:
             self.held_since = monotonic()
-        self.held.append(chunk)
-        held = sum(each.nbytes for each in self.held)
-        if len(self.held) == 1 or held <= self.store.max_bytes // EARLY_SHARE:
-            return chunk.meta + OFFSET.pack(chunk.offset)
-        self.store.release([self.held.pop()])
-        return MISS
+        self.held += chunk, *others
+        return chunk.meta + OFFSET.pack(chunk.offset)
 
     def let_go(self):
+        for _, chunk in self.made:
+            self.server.finished(chunk.nbytes, self.store.max_bytes // SHARE)
         self.store.release(self.held)
-        self.held = []
+        self.held, self.made = [], []
+
+    def end(self):
+        """Subtle: what was reserved, a client whose connection has ended may still be writing, as
+        long as it has the arena locked."""
+        while self.made and not self.server.closed:
+            with suppress(OSError), locked(self.store.arena):
+                self.let_go()
+        self.let_go()
 
     def _list(self):
         """A thousand keys at a time: nobody who lists holds a copy of them all."""
@@ -543,12 +581,12 @@ class LMCacheServer(Closing):
             self._spare_file = undo.enter_context(open(os.devnull))  # see _refuse_for_lack_of_files
             self.store = ChunkStore(device, max_bytes, eviction, folder=folder)
             undo.pop_all()
-        about = arena_of(self.store.arena) if folder else b""
-        level = (LETGO, 0, 0, 0)  # the last command that it knows
+        self.in_place, about = bool(folder), arena_of(self.store.arena) if folder else b""
+        level = (RESERVE, 0, 0, 0)  # the last command that it knows
         self.hello = ServerMetaMessage(SUCCESS, len(about), shape=level).serialize() + about
         self.host, self.port = self._listener.getsockname()[:2]
         self._clients = {}
-        self._unfinished = [0, 0]  # bytes of payloads under way: up to half of max_bytes, larger
+        self._unfinished = Counter()  # limit -> bytes of payloads under way within it
         self._lock = threading.Lock()  # of both
         self.closed = False
         self.log = RareLog(logger)
@@ -571,24 +609,21 @@ class LMCacheServer(Closing):
             self.log("ours", "client %s dropped: a fault of ours", peer, traceback=True)
         finally:
             session.sock.close()
-            session.let_go()
             with self._lock:
                 self._clients.pop(session, None)
+            session.end()
 
-    def admit(self, length):
-        """Whether so large a payload may be under way, until finished(): such ones hold at most
-        half of max_bytes, or a larger one, one at a time, what it needs."""
-        half = self.store.max_bytes // 2
-        large = length > half
+    def admit(self, length, limit):
+        """Whether so large a payload may be under way, until finished(), beside others within the
+        same limit: bytes of them all."""
         with self._lock:
-            admitted = self._unfinished[large] + length <= (half, self.store.max_bytes)[large]
-            self._unfinished[large] += length * admitted
-            self.store.counters["rejected"] += not admitted
+            admitted = self._unfinished[limit] + length <= limit
+            self._unfinished[limit] += length * admitted
         return admitted
 
-    def finished(self, length):
+    def finished(self, length, limit):
         with self._lock:
-            self._unfinished[length > self.store.max_bytes // 2] -= length
+            self._unfinished[limit] -= length
 
     def run(self):
         """Accepts clients until close()."""
@@ -671,6 +706,12 @@ class LMCacheServer(Closing):
         self.store.close()
 
 
+def reply_to(length, numbers):
+    """The header of a GET's reply, from the PUT's."""
+    fmt, dtype, location, *shape = numbers
+    return REPLY.pack(SUCCESS, length, fmt, dtype, *shape, location)
+
+
 def _listen(host, port):
     try:
         found = socket.getaddrinfo(host or None, 0, 0, socket.SOCK_STREAM, 0, socket.AI_PASSIVE)
@@ -686,6 +727,7 @@ def _listen(host, port):
 # The client
 
 WINDOW = 64  # requests under way: 64 * 186 bytes fit in any socket buffer, neither end waits
+IN_PLACE_BYTES = 1 << 20  # of a chunk that is put in place: a smaller one is as quick by wire
 
 
 class Connection(PerThread):
@@ -723,7 +765,7 @@ class RemoteClient(Closing):
         self.timeout_sec, self.retries, self.tls = timeout_sec, retries, tls
         self._own = Connection()
         self._streams = set()  # of all threads, for close()
-        self._arenas = {}  # what a server says of its memory -> uint8 [size]
+        self._arenas = {}  # what a server says of its memory -> (uint8 [size], its file)
         self._closed = False
 
     # -- requests
@@ -747,9 +789,40 @@ class RemoteClient(Closing):
         self.put_many([(key, meta, [payload])])
 
     def put_many(self, items):
-        """Stores many; what is under way when the connection breaks may be lost, see flush()."""
-        for key, meta, pieces in items:
-            self._put(_request(PUT, key, meta), iter(pieces))
+        """Stores many, in the memory of a server on this host where it can; what is under way when
+        the connection breaks may be lost, see flush()."""
+        items = iter(items)
+        while batch := [*islice(items, WINDOW)]:
+            large = min(meta.length for _, meta, _ in batch) >= IN_PLACE_BYTES
+            places = (large and self._place(batch)) or [None] * len(batch)
+            for (key, meta, pieces), placed in zip(batch, places, strict=True):
+                if not placed:
+                    self._put(_request(PUT, key, meta), iter(pieces))
+
+    def _place(self, batch):
+        """Writes what it can of these items where the server is to have them; which ones."""
+
+        def place(stream):
+            if self._hello(stream).arena is None or self._own.holder is not None:
+                return None  # LETGO would end that, too
+            arena, number = stream.arena
+            # Subtle: for so long the server gives to nobody else what it reserves for us.
+            with locked(f"/proc/self/fd/{number}", how=fcntl.LOCK_SH):
+                stream.write(b"".join(_request(RESERVE, key, meta) for key, meta, _ in batch))
+                places = [self._held(stream, arena) for _ in batch]
+                for (_, _, pieces), found in zip(batch, places, strict=True):
+                    view = bytes_of(found[1]) if found else b""
+                    for piece in pieces if found else ():
+                        view[: len(piece)], view = piece, view[len(piece) :]
+                        sleep(0)  # that held the GIL; torch's copy leaves threads that spin
+                try:
+                    stream.write(_request(LETGO, ANY_KEY))
+                    self._reply(stream)
+                except ConnectionError as error:
+                    raise OSError("the connection broke in a put in place") from error
+            return places
+
+        return self._call(place)
 
     def _put(self, header, pieces):
         first, gone = next(pieces, b""), False  # gone: the first piece is, see ChunkStore.pieces
@@ -802,7 +875,7 @@ class RemoteClient(Closing):
         names = b"".join(bytes(36) + padded(key) for key in keys)
 
         def ask(stream):
-            if self._level(stream) < PREFIX or len(names) > MAX_PREFIX_BYTES:
+            if self._hello(stream).level < PREFIX or len(names) > MAX_PREFIX_BYTES:
                 return None
             stream.write(ClientMetaMessage(PREFIX, ANY_KEY, len(names)).serialize(), names)
             return self._reply(stream).shape[0]
@@ -817,9 +890,9 @@ class RemoteClient(Closing):
         What this thread held before, it lets go of."""
 
         def hold(stream):
-            if self._level(stream) < HOLD or stream.about not in self._arenas:
+            if self._hello(stream).arena is None:
                 return None
-            self._own.holder, arena = stream, self._arenas[stream.about]
+            self._own.holder, (arena, _) = stream, stream.arena
             stream.write(b"".join(_request(HOLD, key) for key in keys))
             return [self._held(stream, arena) for _ in keys]
 
@@ -895,20 +968,22 @@ class RemoteClient(Closing):
 
     # -- one connection
 
-    def _level(self, stream):
-        """The last command that the server knows; 0 of LMCache's. Maps its memory, if we may."""
+    def _hello(self, stream):
+        """Asks for the last command that the server knows, 0 of LMCache's, and maps its memory, if
+        we may."""
         if stream.level is None:
             stream.write(_request(HEALTH, HELLO))
             reply = self._reply(stream)
             stream.level, about = reply.shape[0], bytes(read_bytes(stream.read, reply.length))
-            stream.about = about
             with suppress(OSError, ValueError):
                 path = about[about.find(b"/") :].decode()
                 if about not in self._arenas and arena_of(path) == about:
                     with open(path, "r+b") as file:
-                        memory = mmap.mmap(file.fileno(), 0)
-                    self._arenas = {about: torch.frombuffer(memory, dtype=torch.uint8)}
-        return stream.level
+                        memory, number = mmap.mmap(file.fileno(), 0), os.dup(file.fileno())
+                    weakref.finalize(memory, os.close, number)
+                    self._arenas = {about: (torch.frombuffer(memory, dtype=torch.uint8), number)}
+            stream.arena = self._arenas.get(about)
+        return stream
 
     def _ping(self):
         self._pipeline(HEALTH, [ANY_KEY], lambda *_: None)
@@ -1009,7 +1084,7 @@ class RemoteClient(Closing):
         own.lost, own.unconfirmed = own.lost + own.unconfirmed, 0
         if own.stream is not None:
             own.stream.sock.close()
-            own.stream = None
+            own.stream.arena = own.stream = None
 
 
 def arena_of(path):

@@ -43,7 +43,14 @@ import psutil  # noqa: E402
 import torch  # noqa: E402
 
 from engine import LMCacheEngine, LMCacheEngineConfig, LMCacheMetadata, make_token_database  # noqa: E402
-from lookup import LMCacheLookupClient, LMCacheLookupServer, bytes_of, context_of  # noqa: E402
+from lookup import (  # noqa: E402
+    LMCacheLookupClient,
+    LMCacheLookupServer,
+    MemoryFormat,
+    RemoteMeta,
+    bytes_of,
+    context_of,
+)
 from remote_server import REPLY, REQUEST, ClientCommand, RemoteClient  # noqa: E402
 
 MIB = 1 << 20
@@ -430,69 +437,103 @@ def bench_own_clients(rounds: int) -> None:
 
 def bench_host(rounds: int) -> None:
     heading("A server on the same host; floor: memcpy, or the worker's own store")
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))
-        port = stack.enter_context(server("ours", 1 << 30, warm=False, folder=folder))
-        tcp_port = stack.enter_context(server("ours", 1 << 30))
-        here, there = (
-            stack.enter_context(RemoteClient(f"lm://127.0.0.1:{each}")) for each in (port, tcp_port)
-        )
-
-        def against_tcp(title: str, works: dict[str, Callable[[], float]], targets: str) -> None:
-            compare(title, works, rounds, targets)
-            tcp, ours = (ROWS[-1][name]["median"] for name in ("tcp", "ours"))
-            print(f"{'':52}    over TCP {tcp:.3f}: {tcp / ours:.2f} times as long", flush=True)
-
-        for size, count in ((256 << 10, 1), (256 << 10, 16), (4 * MIB, 4), (32 * MIB, 1)):
-            keys = [f"{size} {number}" for number in range(count)]
-            source = bytearray(b"x" * size)
-            target = memoryview(bytearray(size))
-            for client, key in product((here, there), keys):
-                client.put(key, source)
-                client.flush()
-
-            def in_place(keys=keys, target=target) -> None:
-                for _, view in here.hold_many(keys):
-                    target[:] = bytes_of(view)
-                here.let_go()
-
-            def over_tcp(keys=keys, target=target) -> None:
-                there.get_many(keys, lambda _, __, receive: receive(target))
-
-            def copy(count=count, source=source, target=target) -> None:
-                for _ in range(count):
-                    target[:] = source
-
-            works = {"ours": in_place, "floor": copy, "tcp": over_tcp}
-            against_tcp(
-                f"GET {count} x {size >> 10:,} KiB in place",
-                {name: partial(seconds, work) for name, work in works.items()},
-                "2.8-6.4x TCP",
+    for part in (transfers_in_place, engines_in_place):
+        with ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))
+            port = stack.enter_context(server("ours", 1 << 30, warm=False, folder=folder))
+            tcp_port = stack.enter_context(server("ours", 1 << 30))
+            here, there = (
+                stack.enter_context(RemoteClient(f"lm://127.0.0.1:{each}"))
+                for each in (port, tcp_port)
             )
-
-        shape, tokens = (30, 2, 256, 3, 64), list(range(2048))  # SmolLM2's: 47 MB
-        pages = [torch.randn(2, 256, 16, 3, 64).bfloat16() for _ in range(30)]  # L of [2,B,N,H,D]
-        metadata = LMCacheMetadata("bench", 1, 1, 0, 0, torch.bfloat16, shape)
-        config = LMCacheEngineConfig(max_local_cpu_size=0.2)
-        engines = {
-            name: stack.enter_context(LMCacheEngine(config, metadata, remote=remote))
-            for name, remote in (("ours", here), ("floor", None), ("tcp", there))
-        }
-        for engine in engines.values():
-            engine.register_kv_caches(pages, "2BNHD")
-            engine.store(tokens, slot_mapping=range(2048))
-            engine.flush()
-
-        def retrieve(name: str) -> float:
-            if name != "floor":
-                engines[name].clear()
-            slots = torch.arange(2048, 4096)
-            return seconds(lambda: engines[name].retrieve(tokens, slot_mapping=slots))
-
-        works = {name: partial(retrieve, name) for name in engines}
-        against_tcp("retrieve 2,048 tokens of SmolLM2 in place", works, ">=1/1.2")
+            part(rounds, here, there)
     for count in (1_000, 10_000, 100_000):
         restart(count)
+
+
+def against_tcp(
+    title: str, works: dict[str, Callable[[], float]], rounds: int, targets: str = ""
+) -> None:
+    compare(title, works, rounds, targets)
+    tcp, ours = (ROWS[-1][name]["median"] for name in ("tcp", "ours"))
+    print(f"{'':52}    over TCP {tcp:.3f}: {tcp / ours:.2f} times as long", flush=True)
+
+
+def transfers_in_place(rounds: int, here: RemoteClient, there: RemoteClient) -> None:
+    for size, count in ((256 << 10, 1), (256 << 10, 16), (4 * MIB, 4), (32 * MIB, 1)):
+        keys = [f"{size} {number}" for number in range(count)]
+        source = bytearray(b"x" * size)
+        target = memoryview(bytearray(size))
+        for client, key in product((here, there), keys):
+            client.put(key, source)
+            client.flush()
+
+        def in_place(keys=keys, target=target) -> None:
+            for _, view in here.hold_many(keys):
+                target[:] = bytes_of(view)
+            here.let_go()
+
+        def over_tcp(keys=keys, target=target) -> None:
+            there.get_many(keys, lambda _, __, receive: receive(target))
+
+        def copy(count=count, source=source, target=target) -> None:
+            for _ in range(count):
+                target[:] = source
+
+        meta = RemoteMeta(size, MemoryFormat.BINARY, 6, (size, 0, 0, 0))
+
+        def put(client, keys=keys, meta=meta, source=source) -> None:
+            client.put_many([(key, meta, [memoryview(source)]) for key in keys])
+            client.flush()
+
+        for title, works in (
+            ("GET", {"ours": in_place, "floor": copy, "tcp": over_tcp}),
+            ("PUT", {"ours": partial(put, here), "floor": copy, "tcp": partial(put, there)}),
+        ):
+            against_tcp(
+                f"{title} {count} x {size >> 10:,} KiB in place",
+                {name: partial(seconds, work) for name, work in works.items()},
+                rounds,
+                "2.8-6.4x TCP" if title == "GET" else "",
+            )
+
+
+def engines_in_place(rounds: int, here: RemoteClient, there: RemoteClient) -> None:
+    shape, tokens = (30, 2, 256, 3, 64), list(range(2048))  # SmolLM2's: 47 MB
+    pages = [torch.randn(2, 256, 16, 3, 64).bfloat16() for _ in range(30)]  # L of [2,B,N,H,D]
+    metadata = LMCacheMetadata("bench", 1, 1, 0, 0, torch.bfloat16, shape)
+    config = LMCacheEngineConfig(max_local_cpu_size=0.2)
+    remotes = {"ours": here, "floor": None, "tcp": there}
+    engines = {name: LMCacheEngine(config, metadata, remote=each) for name, each in remotes.items()}
+    for engine in engines.values():
+        engine.register_kv_caches(pages, "2BNHD")
+        engine.store(tokens, slot_mapping=range(2048))
+        engine.flush()
+
+    def retrieve(name: str) -> float:
+        if name != "floor":
+            engines[name].clear()
+        slots = torch.arange(2048, 4096)
+        return seconds(lambda: engines[name].retrieve(tokens, slot_mapping=slots))
+
+    works = {name: partial(retrieve, name) for name in engines}
+    against_tcp("retrieve 2,048 tokens of SmolLM2 in place", works, rounds, ">=1/1.2")
+
+    def store(name: str) -> float:
+        """Until all is where it is to be."""
+        for each in (here, there, engines[name]):
+            each.clear()
+
+        def work() -> None:
+            engines[name].store(tokens, slot_mapping=range(2048))
+            engines[name].flush()
+
+        return seconds(work)
+
+    works = {name: partial(store, name) for name in engines}
+    against_tcp("store 2,048 tokens of SmolLM2 in place", works, rounds)
+    for engine in engines.values():
+        engine.close()
 
 
 def restart(count: int) -> None:

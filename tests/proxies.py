@@ -15,7 +15,7 @@ class Proxy:
 
     def __init__(self, target: int, bytes_per_sec: float | None = None):
         self.target, self.pace = target, bytes_per_sec
-        self.accepted = 0
+        self.accepted = self.moved = 0  # connections; bytes, both ways
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._threads: list[threading.Thread] = []
         self._locks = threading.Lock(), threading.Lock()  # one a direction: they share its pace
@@ -52,6 +52,7 @@ class Proxy:
                 if self.pace is not None:
                     with lock:
                         time.sleep(len(data) / self.pace)
+                self.moved += len(data)
                 target.sendall(data)
         for sock in (source, target):
             with contextlib.suppress(OSError):

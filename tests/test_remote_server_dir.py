@@ -1,6 +1,7 @@
 """A server with --dir: its chunks outlive it, and clients on its host read them where they are."""
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import random
@@ -10,9 +11,12 @@ import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from proxies import Proxy
 from toys import (
     CHUNK_BYTES,
     ServerProcess,
@@ -29,9 +33,12 @@ from toys import (
 )
 
 import remote_server
+from lookup import RemoteMeta, locked
 from remote_server import FOUND, MISS, ClientCommand, LMCacheServer, RemoteClient
 
-GET, EXIST, HOLD, LETGO = (ClientCommand[name] for name in ("GET", "EXIST", "HOLD", "LETGO"))
+GET, EXIST, HOLD, LETGO, RESERVE = (
+    ClientCommand[name] for name in ("GET", "EXIST", "HOLD", "LETGO", "RESERVE")
+)
 PROMPT = list(range(100, 116))  # 4 chunks
 KIB = 1 << 10
 
@@ -116,9 +123,9 @@ def free_port():
 
 
 @pytest.mark.parametrize("tight", [False, True])
-def test_killed_two_hundred_times(tmp_path, tight):
-    """At random points, under puts, gets and reads in place. No byte is wrong; with room for all,
-    what was confirmed is there, unless it was being overwritten."""
+def test_killed_two_hundred_times(tmp_path, tight, monkeypatch):
+    """At random points, under puts and gets, by wire and in place. No byte is wrong; with room for
+    all, what was confirmed is there, unless it was being overwritten."""
     rng, port, sure = random.Random(7), free_port(), {}
     budget = (256 if tight else 4096) * KIB
     reads = lost = 0
@@ -138,8 +145,8 @@ def test_killed_two_hundred_times(tmp_path, tight):
                 key = f"{rng.randrange(100)}"
                 if rng.random() < 0.5:
                     sure.pop(key, None)  # in doubt until it is confirmed
-                    data = value(rng)
-                    client.put(key, data)
+                    monkeypatch.setattr(remote_server, "IN_PLACE_BYTES", rng.choice([0, 1 << 30]))
+                    client.put(key, value(rng))
                     client.flush()
                     sure[key] = True
                 else:
@@ -286,6 +293,203 @@ def test_a_client_holds_an_eighth_or_one_chunk(server, client):
     client.let_go()
 
 
+# -- writing in place
+
+
+def items_of(data):
+    """For put_many(), in two pieces each."""
+    for key, text in data.items():
+        meta = RemoteMeta(len(text), 1, 3, (2, 1, 4, len(text) // 16))
+        yield key, meta, [text[: len(text) // 3], text[len(text) // 3 :]]
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Small ones are written in place, too."""
+    monkeypatch.setattr(remote_server, "IN_PLACE_BYTES", 0)
+
+
+def test_writing_by_hand(server, client):
+    """RESERVE has the header of the PUT; the chunk is there when LETGO is answered, not before."""
+    client.put("a", b"old")
+    client.flush()
+    with connected(server.port) as sock, open(server.store.arena, "r+b") as file:
+        for key, data in (("a", b"new" * 100), ("b", b"b")):
+            more = dict(fmt=4, dtype=6, shape=(len(data), 0, 0, 0), location=7)
+            sock.sendall(request(RESERVE, key, len(data), **more))
+            reply = read(sock, 44)
+            file.seek(*struct.unpack("<q", reply[36:]))
+            file.write(data)
+        file.flush()
+        assert client.get("a")[1] == b"old" and not client.exists("b")
+        sock.sendall(request(LETGO) + request(GET, "b"))
+        assert read(sock, 72) == FOUND + reply[:36] and read(sock, 1) == b"b"
+    assert client.get("a") == (RemoteMeta(300, 4, 6, (300, 0, 0, 0)), bytearray(b"new" * 100))
+    assert server.stats()["in_use"] == 0 and server.stats()["chunks"] == 2
+
+
+@pytest.mark.parametrize("length", [-1, 600 * KIB, 5 << 20, 2**31 - 1])
+def test_what_may_not_be_reserved(server, length):
+    """Less than nothing, and more than an eighth of the store's 4 MiB."""
+    with connected(server.port) as sock:
+        sock.sendall(request(RESERVE, "a", length) + request(EXIST, "a"))
+        assert read(sock, 72) == MISS + MISS
+    assert server.stats()["bytes_used"] == 0
+
+
+def test_a_server_without_a_folder_reserves_nothing():
+    with running_server() as server, connected(server.port) as sock:
+        sock.sendall(request(RESERVE, "a", 10) + request(LETGO))
+        assert read(sock, 72) == MISS + FOUND
+
+
+def test_a_clients_chunks_do_not_pass_through_its_connection(server, always):
+    data = {f"{number}": bytes([number]) * (20 * KIB + number) for number in range(70)}
+    with Proxy(server.port) as wire, RemoteClient(f"lm://127.0.0.1:{wire.port}") as client:
+        client.put_many(items_of(dict(islice(data.items(), 20))))
+        client.flush()
+        assert wire.moved < 30_000
+        client.put_many(items_of(data))  # 1.4 MiB: no more than an eighth of 4 MiB at once in place
+        client.flush()
+        assert 600 * KIB < wire.moved < 1100 * KIB
+        for key, text in data.items():
+            meta, found = client.get(key)
+            assert found == text and meta.dtype == 3 and meta.shape == (2, 1, 4, len(text) // 16)
+        client.hold_many(["3"])
+        client.put("3", b"new" * 1000)  # LETGO would end the holding, too
+        client.let_go()
+        assert client.get("3")[1] == b"new" * 1000
+        client.put_many(items_of({"": b"", "x": b"x"}))
+        client.put("tensor", torch.arange(1000.0))
+        assert client.get("")[1] == b"" and client.get("x")[1] == b"x"
+        assert client.get("tensor")[0].length == 4000
+    stats = server.stats()
+    assert (stats["in_use"], stats["rejected"]) == (0, 0)
+
+
+def test_one_large_chunk_is_written_in_place():
+    """And of less than 1 MiB the bytes go by wire: that is as quick."""
+    with (
+        TemporaryDirectory() as folder,
+        running_server(folder=folder, max_bytes=32 << 20) as server,
+    ):
+        with Proxy(server.port) as wire, RemoteClient(f"lm://127.0.0.1:{wire.port}") as client:
+            client.put("large", bytes(1 << 20))
+            client.flush()
+            assert wire.moved < 3000
+            client.put("small", bytes(1 << 16))
+            client.flush()
+            assert wire.moved > 1 << 16
+            assert client.get("large")[1] == bytes(1 << 20)
+
+
+@pytest.mark.parametrize("how", ["close", "reset", "kill"])
+def test_who_leaves_before_it_is_done_leaves_nothing(server, client, how, monkeypatch, always):
+    client.put("a", b"old" * 100)
+    client.flush()
+    before = server.stats()["bytes_used"]
+    if how == "kill":
+
+        def pieces():
+            yield b"new"
+            os.write(done, b"x")
+            time.sleep(60)
+
+        ready, done = os.pipe()
+        if not (pid := os.fork()):
+            client.put_many([("a", RemoteMeta(300, 1, 3, (0, 0, 0, 0)), pieces())])
+            os._exit(1)
+        os.read(ready, 1)
+        assert server.stats()["bytes_used"] > before
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(ready)
+        os.close(done)
+    else:
+        with connected(server.port) as sock:
+            sock.sendall(request(RESERVE, "a", 300))
+            assert len(read(sock, 44)) == 44
+            if how == "reset":
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert wait_for(lambda: server.stats()["bytes_used"] == before)
+    assert server.stats()["in_use"] == 0 and client.get("a")[1] == b"old" * 100
+
+
+def test_who_may_still_be_writing_keeps_its_memory(server, client):
+    """Its connection has ended, at the stall timeout: what it reserved is given to nobody, but
+    others put meanwhile; and an eighth is all that such ones have."""
+    with locked(server.store.arena, how=fcntl.LOCK_SH):
+        with connected(server.port) as sock:
+            sock.sendall(request(RESERVE, "a", 300 * KIB))
+            assert len(read(sock, 44)) == 44 and read(sock, 1) == b""
+        with connected(server.port) as sock:
+            sock.sendall(request(RESERVE, "a", 300 * KIB))
+            assert read(sock, 36) == MISS
+        data = {f"{number}": random.Random(number).randbytes(300 * KIB) for number in range(20)}
+        for key, text in data.items():
+            client.put(key, text)
+        client.flush()
+        assert server.stats()["in_use"] == 1
+        assert client.get("19")[1] == data["19"]
+    assert wait_for(lambda: server.stats()["in_use"] == 0)
+    with connected(server.port) as sock:
+        sock.sendall(request(RESERVE, "a", 300 * KIB))
+        assert len(read(sock, 44)) == 44
+
+
+def test_a_slow_writers_chunk_is_a_miss(server, client, always):
+    """It took longer than the stall timeout."""
+
+    def pieces():
+        yield b"a"
+        time.sleep(1.0)
+        yield b"b"
+
+    with pytest.raises(OSError, match="in place"):
+        client.put_many([("a", RemoteMeta(2, 1, 3, (0, 0, 0, 0)), pieces())])
+    assert not client.exists("a") and wait_for(lambda: server.stats()["bytes_used"] == 0)
+
+
+def test_a_fault_of_the_pieces_leaves_nothing(server, client, always):
+    def pieces():
+        yield b"a"
+        raise LookupError("no more")
+
+    with pytest.raises(LookupError):
+        client.put_many([("a", RemoteMeta(2, 1, 3, (0, 0, 0, 0)), pieces())])
+    assert not client.exists("a") and wait_for(lambda: server.stats()["bytes_used"] == 0)
+
+
+def test_a_server_starts_anew_where_somebody_still_writes(tmp_path, caplog):
+    """A client of the server before it, that was stopped in the middle, say."""
+    with running_server(folder=tmp_path) as server, client_of(server) as client:
+        client.put("a", b"a")
+        client.flush()
+    (closed,) = tmp_path.glob("*-closed/arena")
+    with locked(closed, how=fcntl.LOCK_SH) as number:
+        with running_server(folder=tmp_path) as server, client_of(server) as client:
+            assert os.stat(server.store.arena).st_ino != os.fstat(number).st_ino
+            assert "is removed" in caplog.text and not client.exists("a")
+            client.put("a", b"new")
+            assert client.get("a")[1] == b"new"
+
+
+def test_an_engine_stores_in_the_servers_memory(server, always):
+    with Proxy(server.port) as wire, RemoteClient(f"lm://127.0.0.1:{wire.port}") as client:
+        with new_engine(remote=client, chunks=400) as engine:
+            tokens, slots = list(range(256)), range(256)
+            put_prompt(engine, tokens)
+            assert engine.flush() and server.stats()["chunks"] == 64
+            assert wire.moved < 40_000  # with the chunks it would be 60,000
+            before = kv(engine.pages, slots)
+            engine.clear()
+            for layer in engine.pages:
+                layer.zero_()
+            assert engine.retrieve(tokens, slot_mapping=slots).all()
+            assert torch.equal(kv(engine.pages, slots), before)
+        assert wait_for(lambda: server.stats()["in_use"] == 0)
+
+
 @pytest.mark.parametrize(
     "why", ["another host", "another file", "no file", "no right", "no folder"]
 )
@@ -395,8 +599,8 @@ def test_another_chunk_under_the_name_is_a_miss(server, client):
         assert int(engine.retrieve(PROMPT, slot_mapping=range_of(128, 16)).sum()) == 12
 
 
-def test_two_processes_read_in_place_while_a_third_overwrites_and_evicts(tmp_path):
-    """Every byte is checked."""
+def test_two_processes_read_in_place_while_a_third_overwrites_and_evicts(tmp_path, always):
+    """In place, too, where there is room. Every byte is checked."""
     with running_server(folder=tmp_path, max_bytes=512 * KIB) as server:
 
         def reader(seed):
@@ -428,7 +632,8 @@ def test_two_processes_read_in_place_while_a_third_overwrites_and_evicts(tmp_pat
             rng = random.Random(0)
             with client_of(server) as client:
                 while not stop.is_set():
-                    client.put(f"{rng.randrange(30)}", value(rng, 60_000))
+                    data = {f"{rng.randrange(30)}": value(rng, 60_000) for _ in range(4)}
+                    client.put_many(items_of(data))
 
         with ThreadPoolExecutor(3) as pool:
             writer = pool.submit(write)

@@ -877,7 +877,7 @@ class TcpMachine(Machine):
         self.server = self.stack.enter_context(serving(self.budget, folder=folder))
         self.memory = None
         if shared:
-            self.memory = os.open(self.server.store.arena, os.O_RDONLY)
+            self.memory = os.open(self.server.store.arena, os.O_RDWR)
             self.stack.callback(os.close, self.memory)
         self.wires = [None, None]
         self.halves = [None, None]  # of each wire: (key, value, the bytes still to send)
@@ -1072,6 +1072,33 @@ class TcpMachine(Machine):
             wire.send(request(ClientCommand.LETGO))
             assert wire.reply() == (REPLY.unpack(FOUND), b"")
 
+    @rule(
+        index=st.integers(0, 1),
+        key=TCP_KEYS,
+        fields=FIELDS,
+        length=st.integers(-1, MAX_PAYLOAD),
+        leaves=st.booleans(),
+    )
+    def reserve(self, index, key, fields, length, leaves):
+        """It is there when the client has let go of it; if it leaves, it never was."""
+        if self.halves[index] is not None:
+            return
+        wire, value = self.wire(index), self.value(fields, max(0, length))
+        wire.send(request(ClientCommand.RESERVE, key, length, fields))
+        header = wire.receive(REPLY.size)
+        if header != MISS:
+            fmt, dtype, location, shape = fields
+            assert REPLY.unpack(header) == (200, length, fmt, dtype, *shape, location)
+            (offset,) = struct.unpack("<q", wire.receive(8))
+            os.pwrite(self.memory, value[1], offset)
+        if leaves:
+            self.drop(index)
+        else:
+            wire.send(request(ClientCommand.LETGO))
+            assert wire.reply() == (REPLY.unpack(FOUND), b"")
+            if header != MISS:
+                self.set(key, value)
+
     @rule(index=st.integers(0, 1), length=st.integers(-(2**31), 2**31 - 1))
     def no_prefix(self, index, length):
         if self.halves[index] is None and not (0 <= length <= 16 << 20 and length % 186 == 0):
@@ -1107,7 +1134,7 @@ class TcpMachine(Machine):
                     wire.send(request(ClientCommand.GET, key))
                     self.check_get(key, wire.reply())
             assert wait_for(lambda: self.server.stats()["clients"] == 0)
-            assert self.server.stats()["in_use"] == 0
+            assert wait_for(lambda: self.server.stats()["in_use"] == 0)
             with RemoteClient(f"lm://127.0.0.1:{self.server.port}") as client:
                 client.clear()
             assert self.server.stats()["bytes_used"] == 0
