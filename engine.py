@@ -70,7 +70,7 @@ class Piece:
     def __init__(self, offset, size):
         self.offset, self.size = offset, size  # bytes, multiples of ALIGN_BYTES
         self.left = self.right = None  # the pieces before and behind it in memory
-        self.used_at = 0  # the store's count of releases at its last use; never, of a hole
+        self.used_at = 0  # the store's count of releases at its last use; below 0, of a hole
 
 
 class Chunk(Piece):
@@ -107,13 +107,13 @@ def _is_free(piece):
 
 
 class Arena:
-    """`size` bytes handed out in pieces; only offsets pass through. Holes lie in bins by size, the
-    smallest that fits is taken: mostly the one given back last, still warm."""
+    """`size` bytes handed out in pieces; only offsets pass through. Of the holes the smallest that
+    fits is taken, of those the one given back last, still warm."""
 
     def __init__(self, size):
         self.size, self.used, self.top = size, 0, 0  # [top, size) was never handed out
-        self._bins = {}  # size -> {hole: None}, the one given back last at the end
-        self._sizes = []  # the bins' sizes, sorted
+        self._holes = []  # sorted: (size, - count of holes before it, hole)
+        self._count = 0
         hole = Piece(0, size)
         _link(Chunk(0), hole)  # walls are always in use
         _link(hole, Chunk(0))
@@ -121,8 +121,8 @@ class Arena:
 
     def find(self, size):
         """The best hole for so many bytes."""
-        at = bisect.bisect_left(self._sizes, size)
-        return next(reversed(self._bins[self._sizes[at]])) if at < len(self._sizes) else None
+        at = bisect.bisect_left(self._holes, (size,))
+        return self._holes[at][2] if at < len(self._holes) else None
 
     def take(self, piece, hole):
         self._unbin(hole)
@@ -152,16 +152,12 @@ class Arena:
         return hole
 
     def _bin(self, hole):
-        if hole.size not in self._bins:
-            self._bins[hole.size] = {}
-            bisect.insort(self._sizes, hole.size)
-        self._bins[hole.size][hole] = None
+        self._count -= 1
+        hole.used_at = self._count
+        bisect.insort(self._holes, (hole.size, hole.used_at, hole))
 
     def _unbin(self, hole):
-        del self._bins[hole.size][hole]
-        if not self._bins[hole.size]:
-            del self._bins[hole.size]
-            del self._sizes[bisect.bisect_left(self._sizes, hole.size)]
+        del self._holes[bisect.bisect_left(self._holes, (hole.size, hole.used_at))]
 
     # -- whom to evict; nobody is before it is clear that it helps
 
@@ -444,7 +440,7 @@ class ChunkStore(Closing):
         index = Index(folder, self._arena.size) if folder else None
         self.memory = Memory(device, self._arena.size, index.file.fileno() if index else -1)
         self.device, self._closed = self.memory.device, False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._chunks = {}  # key -> Chunk
         self._pins = OrderedDict()  # lookup_id -> (deadline, chunks)
         self._in_use = self._releases = 0
@@ -554,8 +550,8 @@ class ChunkStore(Closing):
                 return chunk
             old = self._chunks.get(key)
             if keep and old is not None and old.meta == chunk.meta:
-                self._release([chunk])
-                self._hold([old])
+                self.release([chunk])
+                self.hold([old])
                 return old
             if self._index:
                 self._index.add(key, chunk, self._releases)
@@ -572,7 +568,7 @@ class ChunkStore(Closing):
             chunk = self._chunks.get(key)
             self.counters["misses" if chunk is None else "hits"] += counted
             if chunk is not None:
-                self._hold((chunk,))
+                self.hold((chunk,))
             return chunk
 
     def acquire_each(self, keys, metas, prefix=False):
@@ -586,17 +582,37 @@ class ChunkStore(Closing):
                 found.append(chunk if there else None)
                 if prefix and not there:
                     break
-            self._hold(filter(None, found))
+            self.hold(filter(None, found))
             return found
 
-    def hold(self, chunk):
+    def hold(self, chunks):
+        """Begins a use of each."""
         with self._lock:
-            chunk.refs += 1
+            woken = []
+            for chunk in chunks:
+                if not chunk.refs:
+                    woken.append(chunk.key)
+                chunk.refs += 1
+            self._in_use += len(woken)
+            self.policy.take(woken)
 
     def release(self, chunks):
-        """Ends a use of each; a prompt's chunks are given in its order."""
+        """Ends a use of each; a prompt's chunks are given in its order, and let go of tail first:
+        its head is to be the last to be evicted; without it the rest could not be found (4 chunks
+        and a new one: LMCache has 0 hits left, here 3). Whoever commits, or sends to a remote, goes
+        tail first, too."""
         with self._lock:
-            self._release(chunks)
+            self._releases += 1
+            idle = []
+            for chunk in reversed(chunks if type(chunks) is list else list(chunks)):
+                chunk.refs -= 1
+                if not chunk.refs:
+                    self._in_use -= 1
+                    if chunk.key is None:
+                        self._free(chunk)
+                    else:
+                        idle.append(chunk)
+            self._set_idle(idle)
 
     def contains(self, key):
         """Whether it is there; that is a use. touch() of one, in half the time."""
@@ -611,8 +627,8 @@ class ChunkStore(Closing):
         """How many leading ones of these are there; that is a use of each."""
         with self._lock:
             there = [*takewhile(bool, map(self._chunks.get, keys))]
-            self._hold(there)
-            self._release(there)
+            self.hold(there)
+            self.release(there)
             return len(there)
 
     def remove(self, key):
@@ -626,7 +642,7 @@ class ChunkStore(Closing):
         """Drops every chunk and every pin; what is in use stays readable until released."""
         with self._lock:
             while self._pins:
-                self._release(self._pins.popitem()[1][1])
+                self.release(self._pins.popitem()[1][1])
             for chunk in list(self._chunks.values()):
                 self._drop(chunk)
 
@@ -642,13 +658,14 @@ class ChunkStore(Closing):
         """Keeps acquired chunks in use until unpin() or the timeout, the same for all; a second pin
         under an id replaces it."""
         with self._lock:
-            self._unpin(lookup_id)
+            self.unpin(lookup_id)
             if chunks:  # a lookup that found nothing leaves nothing
                 self._pins[lookup_id] = (monotonic() + timeout_sec, chunks)
 
     def unpin(self, lookup_id):
         with self._lock:
-            self._unpin(lookup_id)
+            if lookup_id in self._pins:
+                self.release(self._pins.pop(lookup_id)[1])
 
     def stats(self):
         """in_use: chunks; hits, misses: of acquire(); rejected: reservations."""
@@ -675,31 +692,6 @@ class ChunkStore(Closing):
 
     # -- under the lock
 
-    def _hold(self, chunks):
-        woken = []
-        for chunk in chunks:
-            if not chunk.refs:
-                woken.append(chunk.key)
-            chunk.refs += 1
-        self._in_use += len(woken)
-        self.policy.take(woken)
-
-    def _release(self, chunks):
-        """Tail first: the head of a prompt is let go of last, so it is the last to be evicted;
-        without it the rest could not be found (4 chunks and a new one: LMCache has 0 hits left,
-        here 3). Whoever commits, or sends to a remote, goes tail first, too."""
-        self._releases += 1
-        idle = []
-        for chunk in reversed(chunks if type(chunks) is list else list(chunks)):
-            chunk.refs -= 1
-            if not chunk.refs:
-                self._in_use -= 1
-                if chunk.key is None:
-                    self._free(chunk)
-                else:
-                    idle.append(chunk)
-        self._set_idle(idle)
-
     def _set_idle(self, chunks):
         for chunk in chunks:
             chunk.used_at = self._releases
@@ -720,17 +712,13 @@ class ChunkStore(Closing):
         if chunk.left is not None:  # it has a place: it is neither loose nor only planned
             self._arena.give_back(chunk)
 
-    def _unpin(self, lookup_id):
-        if lookup_id in self._pins:
-            self._release(self._pins.pop(lookup_id)[1])
-
     def _expire_pins(self):
         while self._pins:
             lookup_id, (deadline, chunks) = next(iter(self._pins.items()))
             if deadline > monotonic():
                 return
             self._log("pin", "pin of lookup %s timed out: %d chunks", lookup_id, len(chunks))
-            self._unpin(lookup_id)
+            self.unpin(lookup_id)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -904,8 +892,8 @@ class LMCacheEngine(Closing):
 
     device: where the chunks are kept, `cpu`, `cuda` or `cuda:N`, within config.max_local_cpu_size.
     remote: an object with the interface of remote_server.RemoteClient, for what is below the store:
-        exists_many(keys) -> [bool], get_many(keys, fill), put_many(items), flush(). Whatever it
-        raises is a miss, see remote_server.RemoteTier. It is the caller's to close.
+        exists_many(keys) -> [bool], get_many(keys, fill), put_many(items). Whatever it raises is a
+        miss, see remote_server.RemoteTier. It is the caller's to close.
 
     A prompt is `tokens`, ids in a list, tuple, array or int tensor [T]; or `hashes`, 64-bit ints or
     bytes, and `offsets`, each chunk's LENGTH in tokens. mask: bool [T], False for a prefix of
@@ -1134,7 +1122,7 @@ class LMCacheEngine(Closing):
         return self.chunks.stats() | counted
 
     def flush(self, timeout_sec: float = 10.0) -> bool:
-        """Waits for the remote; whether it has all since this thread's last flush."""
+        """Waits for the remote; whether it took all since this thread's last flush."""
         return self.tier.flush(timeout_sec)
 
     def clear(self):

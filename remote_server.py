@@ -578,7 +578,6 @@ class LMCacheServer(Closing):
         self.max_clients, self.stall_timeout_sec, self.tls = max_clients, stall_timeout_sec, tls
         with ExitStack() as undo:  # where one fails, those before it are closed
             self._listener = undo.enter_context(_listen(host, port))
-            self._spare_file = undo.enter_context(open(os.devnull))  # see _refuse_for_lack_of_files
             self.store = ChunkStore(device, max_bytes, eviction, folder=folder)
             undo.pop_all()
         self.in_place, about = bool(folder), arena_of(self.store.arena) if folder else b""
@@ -635,7 +634,10 @@ class LMCacheServer(Closing):
             except OSError as error:
                 if self.closed:
                     return
-                self._refuse_for_lack_of_files(error)
+                self.log("files", "no client can be accepted: %s", error)
+                with self._lock:
+                    self._drop_idle()
+                sleep(0.01)  # until its file is closed, or another
                 continue
             session = Session(self, sock, f"{address[0]}:{address[1]}")
             if refusal := self._start_client(session):
@@ -662,24 +664,13 @@ class LMCacheServer(Closing):
     def _drop_idle(self):
         """Ends the client that has been idle for the longest; False where none is."""
         waits = {session: session.idle_since or inf for session in self._clients}
-        longest = min(waits, key=waits.__getitem__)
-        if waits[longest] == inf:
+        longest = min(waits, key=waits.__getitem__, default=None)
+        if waits.get(longest, inf) == inf:
             return False
         self.log("idle", "client %s dropped: idle, and its place is needed", longest.peer)
         longest.shut()
         del self._clients[longest]
         return True
-
-    def _refuse_for_lack_of_files(self, error):
-        """No file descriptor is left: the spare one accepts the client, to close it."""
-        self.refused_clients += 1
-        self.log("files", "client refused: %s", error)
-        self._spare_file.close()
-        with suppress(OSError):
-            self._listener.accept()[0].close()
-        with suppress(OSError):
-            self._spare_file = open(os.devnull)  # noqa: SIM115
-        sleep(0.01)  # where something else took the spare one: no busy loop
 
     def stats(self) -> dict[str, int]:
         """The store's figures, and connected and refused clients."""
@@ -702,7 +693,6 @@ class LMCacheServer(Closing):
         for thread in clients.values():
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - monotonic()))
-        self._spare_file.close()
         self.store.close()
 
 
@@ -812,7 +802,7 @@ class RemoteClient(Closing):
                 places = [self._held(stream, arena) for _ in batch]
                 for (_, _, pieces), found in zip(batch, places, strict=True):
                     view = bytes_of(found[1]) if found else b""
-                    for piece in pieces if found else ():
+                    for piece in filter(len, pieces if found else ()):
                         view[: len(piece)], view = piece, view[len(piece) :]
                         sleep(0)  # that held the GIL; torch's copy leaves threads that spin
                 try:
@@ -1094,7 +1084,7 @@ def arena_of(path):
 
 
 def count_leading(exists_many, keys):
-    """Asks tail first: the head of a prefix is to be the last to go, see ChunkStore._release."""
+    """Asks tail first: the head of a prefix is to be the last to go, see ChunkStore.release."""
     answers = exists_many(keys[::-1])
     return len(list(takewhile(bool, answers[::-1]))) if len(answers) == len(keys) else 0
 
@@ -1123,7 +1113,6 @@ BACKOFF_SEC = 1.0  # a remote that failed is left alone for so long, then twice 
 MAX_BACKOFF_SEC = 30.0
 RECHECK_SEC = 2.0  # a chunk is sent, or asked for again, at most so often
 BATCH_CHUNKS = 16  # that leave in one go
-FLUSH_NAMES = 1 << 14  # chunks of which flush() can tell
 
 
 class RemoteTier:
@@ -1131,8 +1120,8 @@ class RemoteTier:
     background. Whatever the remote does, or does not, is a miss; after a fault nobody waits for it:
     it is left alone, longer each time, and asked in the background whether it is well again.
 
-    remote: exists_many(keys) -> [bool], get_many(keys, fill), put_many(items), flush(), and, where
-    it has it, leading(keys) -> int, in place of exists_many for a lookup. Its outbox holds chunks
+    remote: exists_many(keys) -> [bool], get_many(keys, fill), put_many(items), and, where it has
+    it, leading(keys) -> int, in place of exists_many for a lookup. Its outbox holds chunks
     in use, at most half the store's memory; what finds no room in it is the tail of a prompt."""
 
     def __init__(self, engine, remote):
@@ -1140,8 +1129,7 @@ class RemoteTier:
         self._remote, self._log, self._pid = remote, RareLog(logger), os.getpid()
         self._backoff_sec, self._retry_at = BACKOFF_SEC / 2, 0.0  # 0 if it is well: not known yet
         self._outbox, self._outbox_bytes = deque(), 0  # (key, chunk in use, was it sent before)
-        self._named, self._count_named = deque(maxlen=FLUSH_NAMES), 0  # names meant for the remote
-        self._heard = threading.local()  # of them, how many a thread heard of at flush()
+        self._heard = threading.local()  # of chunks that were lost, how many, at its last flush()
         self._ready = threading.Condition()  # of the outbox
         self._questions = queue.SimpleQueue()  # (keys, Future)
         self._closed = False
@@ -1272,16 +1260,13 @@ class RemoteTier:
                 if chunk is None or now < chunk.known_at + RECHECK_SEC:
                     continue
                 known, size = chunk.known_at > 0, chunk.nbytes
-                if not known:
-                    self._named.append(self._names.text(key))
-                    self._count_named += 1
                 full = self._outbox_bytes + size > self._store.max_bytes // 2
                 if dropped or full or self._closed:  # its tail is dropped, too
                     dropped += not known
                     continue
                 chunk.known_at = now
                 self._outbox_bytes += size
-                self._store.hold(chunk)
+                self._store.hold([chunk])
                 taken.appendleft((key, chunk, known))
             self._outbox.extend(taken)
             self._ready.notify()
@@ -1294,14 +1279,16 @@ class RemoteTier:
             self._ready.wait_for(lambda: self._outbox, 0.1)
             batch = [self._outbox.popleft() for _ in range(min(len(self._outbox), BATCH_CHUNKS))]
         try:
-            put = self._try(lambda: self._put(batch), None) if batch else 0
-            lost = sum(not known for _, _, known in batch) if put is None else 0
-            self._engine.count(remote_puts=put or 0, remote_dropped=lost)
+            if batch:
+                new = sum(not known for _, _, known in batch)
+                put, lost = self._try(lambda: self._put(batch), (0, new))
+                self._engine.count(remote_puts=put, remote_dropped=lost)
         finally:
             self._let_go(batch)
 
     def _put(self, batch):
-        """What was sent before is only asked for: so what the remote has lost comes back."""
+        """How many it sent, and how many of them the remote has not. What was sent before is only
+        asked for: so what the remote has lost comes back."""
         asked = [self._names.text(key) for key, _, known in batch if known]
         answers = self._remote.exists_many(asked) if asked else []
         there = {text for text, found in zip(asked, answers, strict=True) if found}
@@ -1310,10 +1297,11 @@ class RemoteTier:
             for key, chunk, _ in batch
             if (text := self._names.text(key)) not in there
         ]
-        if items:
-            self._remote.put_many(iter(items))
-            self._remote.flush()  # on the same connection: from here on others see it
-        return len(items)
+        if not items:
+            return 0, 0
+        self._remote.put_many(iter(items))
+        kept = self._remote.exists_many([text for text, _, _ in items])  # now others see them, too
+        return len(items), max(0, len(items) - sum(kept))
 
     def _let_go(self, batch):
         self._store.release(chunk for _, chunk, _ in batch)
@@ -1322,15 +1310,13 @@ class RemoteTier:
             self._ready.notify_all()
 
     def flush(self, timeout_sec):
-        """Waits for the outbox; whether the remote has all that this thread has not heard of."""
+        """Waits for the outbox; whether the remote took all since this thread's last flush."""
         self._is_well()
         with self._ready:
             emptied = self._ready.wait_for(lambda: not self._outbox_bytes, timeout_sec)
-            new = min(self._count_named - getattr(self._heard, "named", 0), len(self._named))
-            texts = list(self._named)[len(self._named) - new :]
-            self._heard.named = self._count_named
-        answers = self._try(lambda: self._remote.exists_many(texts[::-1]), [False])  # tail first
-        return emptied and all(answers) and len(answers) >= len(texts)
+        before, lost = getattr(self._heard, "lost", 0), self._engine.stats()["remote_dropped"]
+        self._heard.lost = lost
+        return emptied and lost == before
 
     def close(self, timeout_sec):
         """Hands over what is in the outbox, if the remote is well, and ends the threads."""

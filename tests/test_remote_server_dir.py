@@ -325,7 +325,7 @@ def test_writing_by_hand(server, client):
         sock.sendall(request(LETGO) + request(GET, "b"))
         assert read(sock, 72) == FOUND + reply[:36] and read(sock, 1) == b"b"
     assert client.get("a") == (RemoteMeta(300, 4, 6, (300, 0, 0, 0)), bytearray(b"new" * 100))
-    assert server.stats()["in_use"] == 0 and server.stats()["chunks"] == 2
+    assert wait_for(lambda: server.stats()["in_use"] == 0) and server.stats()["chunks"] == 2
 
 
 @pytest.mark.parametrize("length", [-1, 600 * KIB, 5 << 20, 2**31 - 1])

@@ -244,8 +244,7 @@ def test_closing_an_engine_whose_remote_hangs():
 
 
 def test_file_descriptors_exhausted():
-    """The server refuses with a log line, serves those it has, and takes new ones as soon as it
-    can."""
+    """With a log line, the longest idle goes for a newcomer; the others are served."""
     limit = 40
 
     def lower():
@@ -255,18 +254,17 @@ def test_file_descriptors_exhausted():
         first.put(KEY, b"x")
         with contextlib.ExitStack() as stack:
             many = [stack.enter_context(connected(server.port)) for _ in range(limit)]
-            for sock in many:
+            assert wait_for(lambda: "Too many open files" in server.log)
+            for sock in reversed(many):
                 with contextlib.suppress(OSError):
                     sock.sendall(request(HEALTH))
             answers = [read(sock, 36) for sock in many]
-            assert answers.count(b"") >= 5 and answers.count(FOUND) >= 5
-            assert first.get(KEY)[1] == b"x" and first.stats()["refused_clients"] == answers.count(
-                b""
-            )
+            assert answers.count(FOUND) >= 20 and answers[-1] == FOUND
+            assert first.get(KEY)[1] == b"x"
         assert wait_for(lambda: first.stats()["clients"] == 1)
         with client_at(server.port) as late:
             assert late.get(KEY)[1] == b"x"
-        assert "Too many open files" in server.log and server.log.count("refused") <= 10
+        assert 1 <= server.log.count("Too many open files") <= 10
         assert "Traceback" not in server.log and server.stop() == 0
 
 
