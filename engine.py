@@ -222,7 +222,7 @@ STAGING_BUFFERS = 4  # shared by all connections of a server
 
 def parse_device(device):
     """`cpu`, `cuda` or `cuda:N`, where there is one; else a ValueError that lists what there is."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = torch.cuda.device_count()
     allowed = ["cpu"] + ["cuda"] * bool(count) + [f"cuda:{index}" for index in range(count)]
     if str(device) not in allowed:
         raise ValueError(f"device {str(device)!r} is not here; this host has {', '.join(allowed)}")
@@ -447,11 +447,11 @@ class ChunkStore(Closing):
         self.counters = Counter(hits=0, misses=0, evictions=0, rejected=0)
         self._log = RareLog(logger)
         self._warm_bytes, self._warm_end, self._warmer = warm_bytes, 0, None
-        self._index = None
+        self._index, self.arena = None, ""
         if index:
             self._restore(index.found())
             self._index = index  # from here on it hears of what changes
-            self.arena = str(index.arena.resolve())
+            self.arena = f"/proc/self/fd/{index.file.fileno()}"  # the file, wherever it is now
         elif self.device.type == "cpu" and warm_bytes:
             with suppress(RuntimeError):  # no more threads: pages come at first use
                 self._warmer = Service("warm", self._warm)
@@ -1145,28 +1145,34 @@ def _check_time(deadline):
 # The demo
 
 
+def toy_engine(world_size=1, rank=0):
+    """Of a model of 2 layers, 2 heads, head_dim 8; room for 8 chunks of 256 tokens. And its pages,
+    [L, 2, B, N, H, D], of 4,096 slots."""
+    shape, pages = (2, 2, 256, 2, 8), torch.randn(2, 2, 256, 16, 2, 8)  # L, K, chunk_size, H, D
+    metadata = LMCacheMetadata(
+        "toy", world_size, world_size, rank, rank, pages.dtype, shape, engine_id="demo"
+    )
+    engine = LMCacheEngine(LMCacheEngineConfig(max_local_cpu_size=2**-11), metadata)
+    engine.register_kv_caches([*pages], "2BNHD")
+    return engine, pages
+
+
 def main():
-    """A toy model of 2 layers, 2 heads, head_dim 8; 64 blocks of 4 slots; chunks of 16 tokens."""
-    shape, prompt = (2, 2, 16, 2, 8), list(range(100, 180))  # L, K, T, H, D; 80 tokens, 5 chunks
-    metadata = LMCacheMetadata("toy", 1, 1, 0, 0, torch.float32, shape)
-    room = 8 * 4 * math.prod(shape) / 2**30  # GiB of 8 chunks
-    pages = torch.randn(2, 2, 64, 4, 2, 8)  # L of [2, B, N, H, D]
-    slots = (torch.randperm(64)[:, None] * 4 + torch.arange(4)).flatten()  # blocks in any order
-    old, new = slots[:80], slots[160:240]
-    with LMCacheEngine(
-        LMCacheEngineConfig(chunk_size=16, max_local_cpu_size=room), metadata
-    ) as engine:
-        engine.register_kv_caches([*pages], "2BNHD")
-        print(f"store     80 tokens: {engine.store(prompt, slot_mapping=old)} newly stored")
-        print(f"lookup    the same prompt: {engine.lookup(prompt)} of 80 tokens hit")
-        print(f"lookup    40 tokens, then others: {engine.lookup(prompt[:40] + [7] * 40)} hit")
+    """A prompt of 5 chunks, in blocks in any order."""
+    (engine, pages), prompt = toy_engine(), list(range(1280))
+    slots = torch.randperm(256).repeat_interleave(16) * 16 + torch.arange(16).repeat(256)  # [B*N]
+    old, new = slots[:1280], slots[2560:3840]
+    with engine:
+        print(f"store     1280 tokens: {engine.store(prompt, slot_mapping=old)} newly stored")
+        print(f"lookup    the same prompt: {engine.lookup(prompt)} of 1280 tokens hit")
+        print(f"lookup    640 tokens, then others: {engine.lookup(prompt[:640] + [7] * 640)} hit")
         hit, rows = int(engine.retrieve(prompt, slot_mapping=new).sum()), pages.flatten(2, 3)
         same = torch.equal(rows[:, :, new], rows[:, :, old])  # of [L, 2, B*N, H, D]
         print(f"retrieve  into other pages: {hit} tokens copied back, equal: {same}")
-        for first in (1000, 2000):
-            engine.store(list(range(first, first + 48)), slot_mapping=slots[:48])
-        print(f"evict     after two more prompts, {engine.lookup(prompt)} of 80 hit: its tail went")
-    if not same or hit != 80:
+        for first in (2000, 3000):
+            engine.store(list(range(first, first + 768)), slot_mapping=slots[:768])
+        print(f"evict     after two more, {engine.lookup(prompt)} of 1280 hit: its tail went")
+    if not same or hit != 1280:
         raise SystemExit("the KV that came back is not the KV that was stored")
 
 

@@ -915,12 +915,11 @@ class IpcServer(Closing):
         with ExitStack() as undo:
             self._socket = context_of(os.getpid()).socket(zmq.ROUTER)
             undo.callback(self._socket.close)
-            option = self._socket.set
-            option(zmq.LINGER, 0)
-            option(zmq.RCVTIMEO, POLL_MS)
-            option(zmq.SNDTIMEO, 0)  # who does not read its replies is not waited for
-            option(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-            option(zmq.ROUTER_MANDATORY, 1)  # a reply to a peer that is gone is an error
+            self._socket.linger = 0
+            self._socket.rcvtimeo = POLL_MS
+            self._socket.sndtimeo = 0  # who does not read its replies is not waited for
+            self._socket.maxmsgsize = MAX_MESSAGE_BYTES
+            self._socket.router_mandatory = 1  # a reply to a peer that is gone is an error
             bind_ipc(self._socket, path)
             # Before the close: nobody finds a server that is about to go.
             undo.callback(Path(path).unlink, missing_ok=True)
@@ -1001,10 +1000,9 @@ class IpcClient(Closing):
             return sock
         sock = context_of(os.getpid()).socket(zmq.REQ)  # for the first, or another server
         found[path] = inode, sock
-        sock.set(zmq.LINGER, 0)
-        sock.set(zmq.SNDTIMEO, 0)
-        sock.set(zmq.RCVTIMEO, min(self.timeout_ms, POLL_MS))
-        sock.set(zmq.RECONNECT_IVL, 20)  # ms
+        sock.linger = sock.sndtimeo = 0
+        sock.rcvtimeo = min(self.timeout_ms, POLL_MS)
+        sock.reconnect_ivl = 20  # ms
         sock.connect(f"ipc://{path}")
         return sock
 
@@ -1163,20 +1161,17 @@ class LMCacheLookupClient(IpcClient):
 
 def main():
     """Two workers with 1,024 and 512 tokens of a prompt of 1,500; the scheduler asks both."""
-    from engine import LMCacheEngine  # the demo's alone: engine.py imports this file
+    from engine import toy_engine  # the demo's alone: engine.py imports this file
 
-    config, prompt = LMCacheEngineConfig(max_local_cpu_size=0.1), list(range(1500))
+    prompt = list(range(1500))
     with ExitStack() as stack:
         os.environ["VLLM_RPC_BASE_PATH"] = stack.enter_context(tempfile.TemporaryDirectory())
         for rank, held in enumerate((1024, 512)):
-            shape = (2, 2, 256, 2, 8)  # L, K, T, H, D
-            metadata = LMCacheMetadata("toy", 2, 2, rank, rank, torch.half, shape, engine_id="demo")
-            engine = stack.enter_context(LMCacheEngine(config, metadata))
-            engine.register_kv_caches([*torch.randn(2, 2, 128, 16, 2, 8).half()], "2BNHD")
-            engine.store(prompt[:held], slot_mapping=list(range(held)))
-            server = stack.enter_context(LMCacheLookupServer(engine, metadata))
+            engine = stack.enter_context(toy_engine(2, rank)[0])
+            engine.store(prompt[:held], slot_mapping=range(held))
+            server = stack.enter_context(LMCacheLookupServer(engine, engine.metadata))
             print(f"worker {rank}: holds {held} tokens, listens on {server.path}")
-        client = stack.enter_context(LMCacheLookupClient(config, metadata))
+        client = stack.enter_context(LMCacheLookupClient(engine.config, engine.metadata))
         for ids in (prompt, prompt[::-1], prompt[:100]):
             print(f"scheduler: {len(ids)} tokens: {client.lookup(ids, 'a')} hit on every rank")
 

@@ -19,19 +19,8 @@ import tempfile
 import time
 
 import msgspec
-import torch
 
-from lookup import (
-    HASHES,
-    LENGTHS,
-    ChunkedTokenDatabase,
-    IpcClient,
-    IpcServer,
-    LMCacheEngineConfig,
-    LMCacheMetadata,
-    rpc_path,
-    to_msgpack,
-)
+from lookup import HASHES, LENGTHS, IpcClient, IpcServer, rpc_path, to_msgpack
 
 
 class OffloadMsg(msgspec.Struct, omit_defaults=True):
@@ -121,24 +110,16 @@ class ZMQOffloadClient(IpcClient):
 
 def main():
     """A client offloads 4 chunks, the same again, and a slot that is not there."""
-    from engine import LMCacheEngine  # the demo's alone
+    from engine import toy_engine  # the demo's alone
 
-    config, shape = LMCacheEngineConfig(max_local_cpu_size=0.1), (2, 2, 256, 2, 8)  # L, K, T, H, D
-    metadata = LMCacheMetadata("toy", 1, 1, 0, 0, torch.float32, shape, engine_id="demo")
     with contextlib.ExitStack() as stack:
         os.environ["VLLM_RPC_BASE_PATH"] = stack.enter_context(tempfile.TemporaryDirectory())
-        engine = stack.enter_context(LMCacheEngine(config, metadata))
-        engine.register_kv_caches([torch.randn(2, 128, 16, 2, 8) for _ in range(2)], "2BNHD")
+        engine = stack.enter_context(toy_engine()[0])
         server = stack.enter_context(ZMQOffloadServer(engine, 0))
-        print(f"worker: 2,048 slots of KV, listens on {server.path}")
-        spans = ChunkedTokenDatabase(config).process_tokens(list(range(1024)))
-        hashes = [name for _, _, name in spans]
+        print(f"worker: 4,096 slots of KV, listens on {server.path}")
+        hashes = [name for _, _, name in engine.token_database.process_tokens(range(1024))]
         client = stack.enter_context(ZMQOffloadClient("demo", 0))
-        for last in (
-            1023,
-            1023,
-            2048,
-        ):  # stored, there already, and a slot that is not in the pages
+        for last in (1023, 1023, 4096):  # stored, there already, and what is not in the pages
             stored = client.offload(hashes, [*range(1023), last], [256] * 4)
             print(f"client: 4 chunks out of slots 0..1022 and {last}: {stored}")
         print(f"worker: holds {engine.stats()['chunks']} chunks")

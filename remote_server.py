@@ -513,21 +513,20 @@ class Session(Stream):
         """The same for a chunk that the client is to write: visible at LETGO. Such chunks of all
         clients are an eighth of the store at most."""
         store, limit = self.store, self.store.max_bytes // SHARE
-        if not self.server.in_place or length < 0 or not self.server.admit(length, limit):
+        if not store.arena or length < 0 or not self.server.admit(length, limit):
             return MISS
-        old, chunk = store.acquire(key, counted=False), store.reserve(length)
+        chunk = store.reserve(length)
         if chunk is None:
             self.server.finished(length, limit)
-            store.release([*filter(None, (old,))])
             return MISS
         chunk.meta = reply_to(length, numbers)
         self.made.append((key, chunk))
-        return self._held(chunk, *filter(None, (old,)))  # which stays until the new one is whole
+        return self._held(chunk)
 
-    def _held(self, chunk, *others):
+    def _held(self, chunk):
         if not self.held:
             self.held_since = monotonic()
-        self.held += chunk, *others
+        self.held.append(chunk)
         return chunk.meta + OFFSET.pack(chunk.offset)
 
     def let_go(self):
@@ -580,7 +579,7 @@ class LMCacheServer(Closing):
             self._listener = undo.enter_context(_listen(host, port))
             self.store = ChunkStore(device, max_bytes, eviction, folder=folder)
             undo.pop_all()
-        self.in_place, about = bool(folder), arena_of(self.store.arena) if folder else b""
+        about = arena_of(os.path.realpath(self.store.arena)) if folder else b""
         level = (RESERVE, 0, 0, 0)  # the last command that it knows
         self.hello = ServerMetaMessage(SUCCESS, len(about), shape=level).serialize() + about
         self.host, self.port = self._listener.getsockname()[:2]
@@ -729,15 +728,8 @@ class Connection(PerThread):
     holder = None  # the stream on which hold_many() asked
 
 
-class RemoteClient(Closing):
-    """A client of LMCacheServer, or of LMCache's own, at `lm://host:port` (`lms://` with TLS, see
-    tls_context).
-
-    Each thread has a connection of its own, made at its first request and made again when it
-    breaks, `retries` times a request; then it is a ConnectionError. timeout_sec is for a server
-    that does not go on, see Stream: a TimeoutError. Both are OSErrors. To be shared between
-    threads, and used after a fork; a PUT is seen by what the same thread asks later.
-    """
+class Caller(Closing):
+    """A connection a thread to one server, made at its first call and made again when it breaks."""
 
     def __init__(self, url, timeout_sec=5.0, retries=2, tls=None):
         parts = urlsplit(url)
@@ -758,7 +750,103 @@ class RemoteClient(Closing):
         self._arenas = {}  # what a server says of its memory -> (uint8 [size], its file)
         self._closed = False
 
-    # -- requests
+    def close(self):
+        """Ends all connections; calls in flight fail. Idempotent."""
+        self._closed = True
+        for found in tuple(self._streams):
+            if (stream := found()) is not None:
+                stream.shut()
+        self._arenas = {}
+        self._disconnect()  # this thread's; the others' close theirs when they see it, or end
+
+    def _hello(self, stream):
+        """Asks for the last command that the server knows, 0 of LMCache's, and maps its memory, if
+        we may."""
+        if stream.level is None:
+            stream.write(_request(HEALTH, HELLO))
+            reply = self._reply(stream)
+            stream.level, about = reply.shape[0], bytes(read_bytes(stream.read, reply.length))
+            with suppress(OSError, ValueError):
+                path = about[about.find(b"/") :].decode()
+                if about not in self._arenas and arena_of(path) == about:
+                    with open(path, "r+b") as file:
+                        memory, number = mmap.mmap(file.fileno(), 0), os.dup(file.fileno())
+                    weakref.finalize(memory, os.close, number)
+                    self._arenas = {about: (torch.frombuffer(memory, dtype=torch.uint8), number)}
+            stream.arena = self._arenas.get(about)
+        return stream
+
+    def _reply(self, stream):
+        while stream.have - stream.at < REPLY.size:
+            if not stream.more():
+                raise ConnectionError("server closed the connection")
+        reply = ServerMetaMessage.deserialize(stream.buffer[stream.at : stream.at + REPLY.size])
+        stream.at += REPLY.size
+        self._own.unconfirmed = 0
+        if reply.length < 0:
+            raise ValueError(f"{self.host}:{self.port} announces {reply.length} bytes")
+        stream.left = reply.length
+        return reply
+
+    def _call(self, exchange):
+        try:
+            for attempt in range(self.retries + 1):
+                if self._closed:
+                    raise ConnectionError("this client is closed")
+                try:
+                    stream = self._connected()
+                    stream.begin()
+                    return exchange(stream)
+                except (ConnectionError, ssl.SSLError) as error:
+                    self._disconnect()
+                    if attempt == self.retries or self._closed:
+                        raise ConnectionError(f"{self.host}:{self.port}: {error}") from error
+                    sleep(0.02 * 4**attempt)
+        except BaseException:
+            self._disconnect()  # half an exchange: the stream is out of step
+            raise
+
+    def _connected(self):
+        """This thread's connection, made anew where the server has closed it."""
+        own = self._own
+        if own.is_new():
+            own.stream, own.unconfirmed, own.lost = None, 0, 0
+        if own.stream is not None:
+            waiting = select.poll()
+            waiting.register(own.stream.sock, select.POLLIN)
+            if waiting.poll(0):  # closed, or bytes that nobody asked for
+                self._disconnect()
+        if own.stream is None:
+            try:
+                sock = socket.create_connection((self.host, self.port), self.timeout_sec)
+                own.stream = Stream(sock, self.timeout_sec)
+                self._streams.add(weakref.ref(own.stream, self._streams.discard))
+                own.stream.prepare(self.tls, server_hostname=self.host)
+            except TimeoutError:
+                raise
+            except OSError as error:  # a name that is not known, a TLS handshake that fails
+                raise ConnectionError(f"cannot connect: {error}") from error
+            if self._closed:
+                raise ConnectionError("this client is closed")
+        return own.stream
+
+    def _disconnect(self):
+        own = self._own
+        own.lost, own.unconfirmed = own.lost + own.unconfirmed, 0
+        if own.stream is not None:
+            own.stream.sock.close()
+            own.stream.arena = own.stream = None
+
+
+class RemoteClient(Caller):
+    """A client of LMCacheServer, or of LMCache's own, at `lm://host:port` (`lms://` with TLS, see
+    tls_context).
+
+    Each thread has a connection of its own, made at its first request and made again when it
+    breaks, `retries` times a request; then it is a ConnectionError. timeout_sec is for a server
+    that does not go on, see Stream: a TimeoutError. Both are OSErrors. To be shared between
+    threads, and used after a fork; a PUT is seen by what the same thread asks later.
+    """
 
     def put(self, key, data, meta=None):
         """Stores a tensor or a buffer; meta: how it is laid out. No reply: flush() tells of it."""
@@ -867,7 +955,7 @@ class RemoteClient(Closing):
         def ask(stream):
             if self._hello(stream).level < PREFIX or len(names) > MAX_PREFIX_BYTES:
                 return None
-            stream.write(ClientMetaMessage(PREFIX, ANY_KEY, len(names)).serialize(), names)
+            stream.write(_request(PREFIX, ANY_KEY, [len(names)]), names)
             return self._reply(stream).shape[0]
 
         count = self._call(ask)
@@ -947,34 +1035,6 @@ class RemoteClient(Closing):
         if lost:
             raise ConnectionError(f"the connection broke with {lost} puts under way: maybe lost")
 
-    def close(self):
-        """Ends all connections; calls in flight fail. Idempotent."""
-        self._closed = True
-        for found in tuple(self._streams):
-            if (stream := found()) is not None:
-                stream.shut()
-        self._arenas = {}
-        self._disconnect()  # this thread's; the others' close theirs when they see it, or end
-
-    # -- one connection
-
-    def _hello(self, stream):
-        """Asks for the last command that the server knows, 0 of LMCache's, and maps its memory, if
-        we may."""
-        if stream.level is None:
-            stream.write(_request(HEALTH, HELLO))
-            reply = self._reply(stream)
-            stream.level, about = reply.shape[0], bytes(read_bytes(stream.read, reply.length))
-            with suppress(OSError, ValueError):
-                path = about[about.find(b"/") :].decode()
-                if about not in self._arenas and arena_of(path) == about:
-                    with open(path, "r+b") as file:
-                        memory, number = mmap.mmap(file.fileno(), 0), os.dup(file.fileno())
-                    weakref.finalize(memory, os.close, number)
-                    self._arenas = {about: (torch.frombuffer(memory, dtype=torch.uint8), number)}
-            stream.arena = self._arenas.get(about)
-        return stream
-
     def _ping(self):
         self._pipeline(HEALTH, [ANY_KEY], lambda *_: None)
 
@@ -1015,67 +1075,6 @@ class RemoteClient(Closing):
         if headers:
             self._call(exchange)
 
-    def _reply(self, stream):
-        while stream.have - stream.at < REPLY.size:
-            if not stream.more():
-                raise ConnectionError("server closed the connection")
-        reply = ServerMetaMessage.deserialize(stream.buffer[stream.at : stream.at + REPLY.size])
-        stream.at += REPLY.size
-        self._own.unconfirmed = 0
-        if reply.length < 0:
-            raise ValueError(f"{self.host}:{self.port} announces {reply.length} bytes")
-        stream.left = reply.length
-        return reply
-
-    def _call(self, exchange):
-        try:
-            for attempt in range(self.retries + 1):
-                if self._closed:
-                    raise ConnectionError("this client is closed")
-                try:
-                    stream = self._connected()
-                    stream.begin()
-                    return exchange(stream)
-                except (ConnectionError, ssl.SSLError) as error:
-                    self._disconnect()
-                    if attempt == self.retries or self._closed:
-                        raise ConnectionError(f"{self.host}:{self.port}: {error}") from error
-                    sleep(0.02 * 4**attempt)
-        except BaseException:
-            self._disconnect()  # half an exchange: the stream is out of step
-            raise
-
-    def _connected(self):
-        """This thread's connection, made anew where the server has closed it."""
-        own = self._own
-        if own.is_new():
-            own.stream, own.unconfirmed, own.lost = None, 0, 0
-        if own.stream is not None:
-            waiting = select.poll()
-            waiting.register(own.stream.sock, select.POLLIN)
-            if waiting.poll(0):  # closed, or bytes that nobody asked for
-                self._disconnect()
-        if own.stream is None:
-            try:
-                sock = socket.create_connection((self.host, self.port), self.timeout_sec)
-                own.stream = Stream(sock, self.timeout_sec)
-                self._streams.add(weakref.ref(own.stream, self._streams.discard))
-                own.stream.prepare(self.tls, server_hostname=self.host)
-            except TimeoutError:
-                raise
-            except OSError as error:  # a name that is not known, a TLS handshake that fails
-                raise ConnectionError(f"cannot connect: {error}") from error
-            if self._closed:
-                raise ConnectionError("this client is closed")
-        return own.stream
-
-    def _disconnect(self):
-        own = self._own
-        own.lost, own.unconfirmed = own.lost + own.unconfirmed, 0
-        if own.stream is not None:
-            own.stream.sock.close()
-            own.stream.arena = own.stream = None
-
 
 def arena_of(path):
     """What tells a server's memory from any other: device, inode, and a path that has its boot."""
@@ -1089,9 +1088,9 @@ def count_leading(exists_many, keys):
     return len(list(takewhile(bool, answers[::-1]))) if len(answers) == len(keys) else 0
 
 
-def _request(command, key, meta=None):
-    length, fmt, dtype, shape = meta or (0, MemoryFormat.KV_2LTD, 2, (0, 0, 0, 0))
-    return ClientMetaMessage(command, key, length, fmt, dtype, shape).serialize()
+def _request(command, key, meta=()):
+    """meta: a RemoteMeta, or its first fields."""
+    return ClientMetaMessage(command, key, *meta).serialize()
 
 
 def connect_remote(config: LMCacheEngineConfig, timeout_sec: float = 5.0) -> RemoteClient | None:
@@ -1134,7 +1133,8 @@ class RemoteTier:
         self._questions = queue.SimpleQueue()  # (keys, Future)
         self._closed = False
         self._threads = Service("remote-writer", self._write), Service("remote-asker", self._answer)
-        self._ask([])
+        with suppress(TimeoutError):  # it may take longer: then the asker goes on by itself
+            self._ask([]).result(ANSWER_SEC)
 
     # -- is it well?
 
@@ -1166,21 +1166,17 @@ class RemoteTier:
 
     def leading(self, keys):
         """How many leading ones of these the remote has; for it that is a use of each."""
-        return self._try(lambda: self._ask(keys), 0)
+        return self._try(lambda: self._ask(keys).result(ANSWER_SEC), 0)
 
     def touch(self, keys):
         """The same, and nobody waits for the answer."""
         if self._is_well() and keys:
-            self._questions.put((keys, Future()))
+            self._ask(keys)
 
     def _ask(self, keys):
         question = Future()
         self._questions.put((keys, question))
-        try:
-            return question.result(ANSWER_SEC) or 0
-        except TimeoutError as error:
-            self._failed(error)
-            return 0
+        return question
 
     def _answer(self):
         """A step of the asker: a question, or whether a remote that failed is well again."""
@@ -1191,16 +1187,14 @@ class RemoteTier:
                 return
             keys, question = [], Future()
         try:
-            question.set_result(self._count_leading([self._names.text(key) for key in keys]))
+            by_key = partial(count_leading, self._remote.exists_many)
+            texts = [*map(self._names.text, keys or [0])]
+            count = getattr(self._remote, "leading", by_key)(texts)
+            question.set_result(max(0, min(count, len(keys))))
             self._backoff_sec = 0.0
         except Exception as error:
             self._failed(error)
             question.set_result(0)
-
-    def _count_leading(self, texts):
-        asked = texts or [self._names.text(0)]
-        by_key = partial(count_leading, self._remote.exists_many)
-        return max(0, min(getattr(self._remote, "leading", by_key)(asked), len(texts)))
 
     # -- retrieves
 
@@ -1310,13 +1304,14 @@ class RemoteTier:
             self._ready.notify_all()
 
     def flush(self, timeout_sec):
-        """Waits for the outbox; whether the remote took all since this thread's last flush."""
+        """Waits for the outbox; whether the remote is well, and took all since this thread's last
+        flush."""
         self._is_well()
         with self._ready:
             emptied = self._ready.wait_for(lambda: not self._outbox_bytes, timeout_sec)
         before, lost = getattr(self._heard, "lost", 0), self._engine.stats()["remote_dropped"]
         self._heard.lost = lost
-        return emptied and lost == before
+        return self._is_well() and emptied and lost == before
 
     def close(self, timeout_sec):
         """Hands over what is in the outbox, if the remote is well, and ends the threads."""

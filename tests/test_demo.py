@@ -144,17 +144,17 @@ def test_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 MODULE_DEMOS = {  # lines of what each prints, as patterns
     "engine.py": [
-        r"store     80 tokens: 80 newly stored",
-        r"lookup    the same prompt: 80 of 80 tokens hit",
-        r"lookup    40 tokens, then others: 32 hit",
-        r"retrieve  into other pages: 80 tokens copied back, equal: True",
-        r"evict     after two more prompts, 32 of 80 hit: its tail went",
+        r"store     1280 tokens: 1280 newly stored",
+        r"lookup    the same prompt: 1280 of 1280 tokens hit",
+        r"lookup    640 tokens, then others: 512 hit",
+        r"retrieve  into other pages: 1280 tokens copied back, equal: True",
+        r"evict     after two more, 512 of 1280 hit: its tail went",
     ],
     "offload_server.py": [
-        r"worker: 2,048 slots of KV, listens on \S+_offload_\S+",
+        r"worker: 4,096 slots of KV, listens on \S+_offload_\S+",
         r"client: 4 chunks out of slots 0..1022 and 1023: True",
         r"client: 4 chunks out of slots 0..1022 and 1023: True",
-        r"client: 4 chunks out of slots 0..1022 and 2048: False",
+        r"client: 4 chunks out of slots 0..1022 and 4096: False",
         r"worker: holds 4 chunks",
     ],
     "lookup.py": [

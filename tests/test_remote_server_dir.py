@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import os
 import random
+import shutil
 import signal
 import socket
 import struct
@@ -415,10 +416,13 @@ def test_who_leaves_before_it_is_done_leaves_nothing(server, client, how, monkey
     assert server.stats()["in_use"] == 0 and client.get("a")[1] == b"old" * 100
 
 
-def test_who_may_still_be_writing_keeps_its_memory(server, client):
+@pytest.mark.parametrize("gone", [False, True])
+def test_who_may_still_be_writing_keeps_its_memory(server, client, gone):
     """Its connection has ended, at the stall timeout: what it reserved is given to nobody, but
-    others put meanwhile; and an eighth is all that such ones have."""
+    others put meanwhile; and an eighth is all that such ones have. gone: the file's name is."""
     with locked(server.store.arena, how=fcntl.LOCK_SH):
+        if gone:
+            shutil.rmtree(os.path.dirname(os.path.realpath(server.store.arena)))
         with connected(server.port) as sock:
             sock.sendall(request(RESERVE, "a", 300 * KIB))
             assert len(read(sock, 44)) == 44 and read(sock, 1) == b""
@@ -495,13 +499,14 @@ def test_an_engine_stores_in_the_servers_memory(server, always):
 )
 def test_without_its_memory_all_goes_over_tcp(tmp_path, why, monkeypatch):
     with running_server(folder=None if why == "no folder" else tmp_path) as server:
+        arena = os.path.realpath(server.store.arena)
         if why == "another host":
-            os.rename(os.path.dirname(server.store.arena), tmp_path / "another boot")
+            os.rename(os.path.dirname(arena), tmp_path / "another boot")
         elif why == "another file":
-            os.rename(server.store.arena, server.store.arena + "x")
-            open(server.store.arena, "wb").close()
+            os.rename(arena, arena + "x")
+            open(arena, "wb").close()
         elif why == "no file":
-            os.rename(server.store.arena, server.store.arena + "x")
+            os.rename(arena, arena + "x")
         elif why == "no right":
             monkeypatch.setattr(remote_server, "open", refuse, raising=False)
         with client_of(server) as client, new_engine(remote=client) as engine:
