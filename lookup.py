@@ -460,7 +460,7 @@ class TokenDatabase:
     """
 
     def __init__(self, config, metadata=None):
-        self.chunk_size = config.chunk_size
+        self.chunk_size = self.mask_step = config.chunk_size  # a mask ends between chunks
         self.save_unfull_chunk = config.save_unfull_chunk
         self._root = 0  # LMCache's NONE_HASH without vLLM
         if config.pre_caching_hash_algorithm == "sha256":
@@ -521,11 +521,9 @@ class TokenDatabase:
         skipped = num_tokens - int(mask.sum())
         if not bool(mask[skipped:].all()):
             raise ValueError("mask must be False for a prefix and True after it")
-        self._check_skipped(skipped)
+        if skipped % self.mask_step:
+            raise ValueError(f"mask leaves out {skipped} tokens, chunk_size is {self.chunk_size}")
         return skipped
-
-    def _check_skipped(self, skipped):
-        """ValueError for a mask that ends inside a chunk."""
 
     def _spans(self, tokens):
         raise NotImplementedError
@@ -557,10 +555,6 @@ class ChunkedTokenDatabase(TokenDatabase):
             bounds.append((total - total % size, total))
         return self._hash_chunks(pack_tokens(tokens), bounds, self._root, chained=True)
 
-    def _check_skipped(self, skipped):
-        if skipped % self.chunk_size:
-            raise ValueError(f"mask leaves out {skipped} tokens, chunk_size is {self.chunk_size}")
-
 
 class SegmentTokenDatabase(TokenDatabase):
     """Blending: segments between separators, the separators left out, hashes not chained (any order
@@ -581,6 +575,7 @@ class SegmentTokenDatabase(TokenDatabase):
                 "enable_blending needs extra_config['blend_special_token_ids'], the token ids of "
                 f"blend_special_str = {config.blend_special_str!r}; got {ids!r}: {error}"
             ) from error
+        self.mask_step = 1
         # Not the root of chunks: one remote may serve engines of both kinds.
         self._root = b"segment" if config.pre_caching_hash_algorithm == "sha256" else None
 
@@ -607,22 +602,18 @@ def make_token_database(config, metadata):
 class Prompt:
     """The chunks of one prompt: what they are called in a store, and which tokens are theirs."""
 
-    def __init__(self, keys, lengths, num_tokens, spans=None):
-        self.keys, self.lengths, self.num_tokens, self._spans = keys, lengths, num_tokens, spans
+    def __init__(self, keys, lengths, ends, num_tokens):
+        self.keys, self.lengths, self._ends, self.num_tokens = keys, lengths, ends, num_tokens
         self.masked = 0  # leading chunks that a mask leaves out
 
     @functools.cached_property
     def slices(self):
         """Of the prompt's T tokens, each chunk's."""
-        if self._spans is not None:
-            return [slice(start, end) for start, end, _ in self._spans]
-        return [slice(end - n, end) for end, n in zip(accumulate(self.lengths), self.lengths)]  # noqa: B905
+        return [slice(end - n, end) for end, n in zip(self._ends, self.lengths, strict=True)]
 
     def end_of(self, count):
         """How many leading tokens the first `count` chunks stand for."""
-        if self._spans is not None:
-            return self._spans[count - 1][1] if count else 0
-        return sum(self.lengths[:count])
+        return self._ends[count - 1] if count else 0
 
 
 class ChunkNames:
@@ -648,11 +639,12 @@ class ChunkNames:
         tags = self._tags(request_configs)
         if tokens is None and hashes is not None:  # no spans: 512 chunks take 0.1 ms this way
             check_hashes(hashes, offsets)
-            names, prompt = hashes, Prompt(hashes, offsets, sum(offsets))
+            names, ends = hashes, [*accumulate(offsets)]
+            prompt = Prompt(names, offsets, ends, sum(offsets))
         else:
             spans = self.token_database.process_tokens(tokens, hashes, offsets)
             names, lengths = [span[2] for span in spans], [end - start for start, end, _ in spans]
-            prompt = Prompt(names, lengths, len(tokens), spans)
+            prompt = Prompt(names, lengths, [end for _, end, _ in spans], len(tokens))
         if tags:
             prompt.keys = [(name, tags) for name in names]
         if mask is not None:
