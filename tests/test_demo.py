@@ -56,11 +56,6 @@ def story_of(out: str) -> dict[str, str]:
     return dict(re.findall(r"^(\d)\. (.*(?:\n    .*)*)", out, re.MULTILINE))
 
 
-def times_sooner(story: dict[str, str]) -> float:
-    cold, warm = (float(text) for text in re.findall(r"([\d.]+) s to the first token", story["6"]))
-    return cold / warm
-
-
 def test_llm_demo() -> None:
     out = run(DEMO_TIMEOUT_SEC, "examples/llm_demo.py")
     story = story_of(out)
@@ -77,13 +72,8 @@ def test_llm_demo() -> None:
     assert "identical  yes" in story["6"] and "identical  yes" in story["7"]
     answers = [re.search(r"answer +(.*)", story[number]).group(1) for number in "36"]  # type: ignore[union-attr]
     assert answers[0] == answers[1] and len(answers[0]) > 20
-    if (
-        not llm_demo.torch.cuda.is_available() and times_sooner(story) < 5
-    ):  # a neighbour took the cores, maybe
-        again = story_of(run(DEMO_TIMEOUT_SEC, "examples/llm_demo.py"))
-        assert times_sooner(again) >= 5, (
-            f"{times_sooner(story):.1f} times sooner, then {times_sooner(again):.1f}"
-        )
+    assert story["6"].count(" s to the first token") == 2  # how much sooner is for a benchmark
+    assert re.search(r"speed-up +[\d.]+ times", story["6"])
 
 
 def test_llm_demo_ends_when_a_worker_dies() -> None:

@@ -527,7 +527,7 @@ def test_who_announces_and_sends_nothing_evicts_nobody(server, client, sock, len
     client.put(KEY, bytes(3 * MIB))
     client.flush()
     sock.sendall(request(PUT, b"other", length))
-    assert wait_for(lambda: server.stats()["clients"] == 1)  # stalled, and gone
+    assert read(sock, 1) == b""  # stalled, and gone
     assert client.exists(KEY) and server.stats()["bytes_used"] == 3 * MIB
 
 
@@ -673,6 +673,7 @@ def test_unfinished_puts_hold_at_most_half_of_the_budget():
         for number, sock in enumerate(socks):
             sock.sendall(request(PUT, f"{number}", MIB) + bytes(MIB // 2))
         assert wait_for(lambda: server.stats()["in_use"] == 2)
+        assert wait_for(lambda: server.stats()["rejected"] == 6)  # the others have been seen, too
         with client_of(server) as client:
             assert client.stats()["bytes_used"] == 2 * MIB
             client.put("small", b"x" * 1000)  # 2 MiB and 1,000 bytes are still under a half
@@ -698,6 +699,7 @@ def test_readers_that_trickle_are_dropped_by_their_pace(caplog):
             client.flush()
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.sendall(request(GET, KEY))
+            assert wait_for(lambda: server.stats()["clients"] == 2)
             deadline = time.monotonic() + 20
             while server.stats()["clients"] == 2 and time.monotonic() < deadline:
                 with contextlib.suppress(OSError):
@@ -715,6 +717,7 @@ def test_a_put_that_breaks_off_keeps_the_old_bytes_where_it_is_nearly_full(sent)
         client.flush()
         with connected(server.port) as sock:
             sock.sendall(request(PUT, b"a", MIB) + bytes(sent))
+            assert wait_for(lambda: server.stats()["clients"] == 2)
         assert wait_for(lambda: server.stats()["clients"] == 1)
         assert client.get("a")[1] == b"a" * (MIB - 64)
         assert client.exists_many("abcd").count(True) >= 2 and client.stats()["in_use"] == 0
@@ -760,6 +763,7 @@ def test_leaving_in_the_middle_of_a_put(server, client, before, sent):
         client.flush()
     with connected(server.port) as sock:
         sock.sendall(request(PUT, KEY, 1000) + bytes(sent))
+        assert wait_for(lambda: server.stats()["clients"] == 2)
     assert wait_for(lambda: server.stats()["clients"] == 1)
     assert client.exists(KEY) == bool(before)
     assert before is None or client.get(KEY)[1] == before
@@ -814,6 +818,7 @@ def test_a_thousand_connects_and_closes(server, caplog):
                 pass
             if n % 100 == 0:
                 assert client.get(KEY)[1] == b"value"
+        assert served(server)  # a fresh one: all before it have been accepted
         assert wait_for(lambda: server.stats()["clients"] == 1)
     assert "Traceback" not in caplog.text
 

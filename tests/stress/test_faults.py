@@ -348,6 +348,8 @@ def test_mixed_work_of_many_clients():
 
         with ThreadPoolExecutor(16) as pool:
             assert sum(pool.map(work, range(1, 17))) > 100
+        with client_of(server) as client:
+            assert client.health()  # a fresh one: all before it have been accepted
         assert wait_for(lambda: server.stats()["clients"] == 0)
         stats = server.stats()
         assert stats["bytes_used"] <= 40 * size and stats["in_use"] == 0 < stats["evictions"]
