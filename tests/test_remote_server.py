@@ -43,7 +43,7 @@ KEY = "m@1@0@abc@bfloat16"
 
 @pytest.fixture
 def server():
-    with running_server(stall_timeout_sec=0.3) as running:
+    with running_server(stall_timeout_sec=1.0) as running:
         yield running
 
 

@@ -74,7 +74,7 @@ def tls_client(server, tls, host="127.0.0.1", **more):
 @pytest.fixture
 def server(pem):
     with running_server(
-        tls=context(pem, "server", server_side=True), max_bytes=16 * MIB, stall_timeout_sec=0.3
+        tls=context(pem, "server", server_side=True), max_bytes=16 * MIB, stall_timeout_sec=1.0
     ) as made:
         yield made
 
@@ -169,7 +169,8 @@ def test_slow_handshakes_stall_nobody_and_are_dropped(server, client):
             sock.sendall(b"\x16\x03\x01")  # the beginning of a ClientHello
         began = time.monotonic()
         client.put(KEY, b"x")
-        assert client.get(KEY)[1] == b"x" and time.monotonic() - began < 0.3
+        assert client.get(KEY)[1] == b"x"
+        assert time.monotonic() - began < server.stall_timeout_sec
         assert all(read(sock, 1) == b"" for sock in slow)
 
 

@@ -522,6 +522,9 @@ def churn(seconds: float, allowed_mib: float = 16.0) -> Counter:
     with ServerProcess("--max-gib", str(budget / 2**30)) as server, new_engine(512) as engine:
         workers = [putter] * 3 + [prompter]
         total = work(workers, seconds / 10)
+        with RemoteClient(url_of(server)) as client:
+            while not (client.stats()["evictions"] and engine.stats()["evictions"]):
+                total += work(workers, seconds / 10)  # until all of the budget has been used once
         after_one = memory()
         total += work(workers, seconds * 9 / 10)
         for name, before, after in zip(("server", "engine"), after_one, memory(), strict=True):
