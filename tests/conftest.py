@@ -3,6 +3,7 @@ that nothing leaks."""
 
 import gc
 import os
+import signal
 import stat
 import threading
 from collections import Counter
@@ -28,6 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "leaks_ok: may leave threads, file descriptors and socket files behind"
     )
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     context_of(os.getpid()).socket(
         zmq.PAIR
     ).close()  # the process keeps this one: its files are no leak
