@@ -575,7 +575,7 @@ class SegmentTokenDatabase(TokenDatabase):
                 "enable_blending needs extra_config['blend_special_token_ids'], the token ids of "
                 f"blend_special_str = {config.blend_special_str!r}; got {ids!r}: {error}"
             ) from error
-        self.mask_step = 1
+        self.mask_step = 1  # a mask ends anywhere
         # Not the root of chunks: one remote may serve engines of both kinds.
         self._root = b"segment" if config.pre_caching_hash_algorithm == "sha256" else None
 
@@ -600,7 +600,8 @@ def make_token_database(config, metadata):
 
 
 class Prompt:
-    """The chunks of one prompt: what they are called in a store, and which tokens are theirs."""
+    """The chunks of one prompt: what they are called in a store, and which tokens are theirs.
+    ends: where the first 0, 1, 2... chunks end."""
 
     def __init__(self, keys, lengths, ends, num_tokens):
         self.keys, self.lengths, self._ends, self.num_tokens = keys, lengths, ends, num_tokens
@@ -609,11 +610,11 @@ class Prompt:
     @functools.cached_property
     def slices(self):
         """Of the prompt's T tokens, each chunk's."""
-        return [slice(end - n, end) for end, n in zip(self._ends, self.lengths, strict=True)]
+        return [slice(end - n, end) for end, n in zip(self._ends[1:], self.lengths, strict=True)]
 
     def end_of(self, count):
         """How many leading tokens the first `count` chunks stand for."""
-        return self._ends[count - 1] if count else 0
+        return self._ends[count]
 
 
 class ChunkNames:
@@ -639,12 +640,12 @@ class ChunkNames:
         tags = self._tags(request_configs)
         if tokens is None and hashes is not None:  # no spans: 512 chunks take 0.1 ms this way
             check_hashes(hashes, offsets)
-            names, ends = hashes, [*accumulate(offsets)]
-            prompt = Prompt(names, offsets, ends, sum(offsets))
+            names, ends = hashes, [*accumulate(offsets, initial=0)]
+            prompt = Prompt(names, offsets, ends, ends[-1])
         else:
             spans = self.token_database.process_tokens(tokens, hashes, offsets)
             names, lengths = [span[2] for span in spans], [end - start for start, end, _ in spans]
-            prompt = Prompt(names, lengths, [end for _, end, _ in spans], len(tokens))
+            prompt = Prompt(names, lengths, [0, *(span[1] for span in spans)], len(tokens))
         if tags:
             prompt.keys = [(name, tags) for name in names]
         if mask is not None:
