@@ -507,7 +507,7 @@ class Session(Stream):
         if self.held and held + chunk.nbytes > self.store.max_bytes // SHARE:
             self.store.release([chunk])
             return MISS
-        return self._held(chunk)
+        return self._lend(chunk)
 
     def _reserve(self, key, length, numbers):
         """The same for a chunk that the client is to write: visible at LETGO. Such chunks of all
@@ -521,9 +521,9 @@ class Session(Stream):
             return MISS
         chunk.meta = reply_to(length, numbers)
         self.made.append((key, chunk))
-        return self._held(chunk)
+        return self._lend(chunk)
 
-    def _held(self, chunk):
+    def _lend(self, chunk):
         if not self.held:
             self.held_since = monotonic()
         self.held.append(chunk)
@@ -875,7 +875,7 @@ class RemoteClient(Caller):
             places = (large and self._place(batch)) or [None] * len(batch)
             for (key, meta, pieces), placed in zip(batch, places, strict=True):
                 if not placed:
-                    self._put(_request(PUT, key, meta), iter(pieces))
+                    self._send_put(_request(PUT, key, meta), iter(pieces))
 
     def _place(self, batch):
         """Writes what it can of these items where the server is to have them; which ones."""
@@ -887,7 +887,7 @@ class RemoteClient(Caller):
             # Subtle: for so long the server gives to nobody else what it reserves for us.
             with locked(f"/proc/self/fd/{number}", how=fcntl.LOCK_SH):
                 stream.write(b"".join(_request(RESERVE, key, meta) for key, meta, _ in batch))
-                places = [self._held(stream, arena) for _ in batch]
+                places = [self._mapped(stream, arena) for _ in batch]
                 for (_, _, pieces), found in zip(batch, places, strict=True):
                     view = bytes_of(found[1]) if found else b""
                     for piece in filter(len, pieces if found else ()):
@@ -902,7 +902,7 @@ class RemoteClient(Caller):
 
         return self._call(place)
 
-    def _put(self, header, pieces):
+    def _send_put(self, header, pieces):
         first, gone = next(pieces, b""), False  # gone: the first piece is, see ChunkStore.pieces
 
         def send(stream):
@@ -972,12 +972,12 @@ class RemoteClient(Caller):
                 return None
             self._own.holder, (arena, _) = stream, stream.arena
             stream.write(b"".join(_request(HOLD, key) for key in keys))
-            return [self._held(stream, arena) for _ in keys]
+            return [self._mapped(stream, arena) for _ in keys]
 
         self.let_go()
         return self._call(hold)
 
-    def _held(self, stream, arena):
+    def _mapped(self, stream, arena):
         reply = self._reply(stream)
         if reply.code != SUCCESS:
             return None
@@ -1278,7 +1278,7 @@ class RemoteTier:
                 put, lost = self._try(lambda: self._put(batch), (0, new))
                 self._engine.count(remote_puts=put, remote_dropped=lost)
         finally:
-            self._let_go(batch)
+            self._done_with(batch)
 
     def _put(self, batch):
         """How many it sent, and how many of them the remote has not. What was sent before is only
@@ -1297,7 +1297,7 @@ class RemoteTier:
         kept = self._remote.exists_many([text for text, _, _ in items])  # now others see them, too
         return len(items), max(0, len(items) - sum(kept))
 
-    def _let_go(self, batch):
+    def _done_with(self, batch):
         self._store.release(chunk for _, chunk, _ in batch)
         with self._ready:
             self._outbox_bytes -= sum(chunk.nbytes for _, chunk, _ in batch)
@@ -1324,7 +1324,7 @@ class RemoteTier:
         with self._ready:
             dropped, self._outbox = self._outbox, deque()
         self._engine.count(remote_dropped=len(dropped))
-        self._let_go(dropped)
+        self._done_with(dropped)
 
 
 # --------------------------------------------------------------------------------------------------
