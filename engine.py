@@ -70,7 +70,7 @@ class Piece:
     def __init__(self, offset, size):
         self.offset, self.size = offset, size  # bytes, multiples of ALIGN_BYTES
         self.left = self.right = None  # the pieces before and behind it in memory
-        self.used_at = 0  # the store's count of releases at its last use; below 0, of a hole
+        self.used_at = 0  # the store's clock at its last use; below 0, of a hole
 
 
 class Chunk(Piece):
@@ -332,14 +332,18 @@ class Index:
     not ours alone or have been cut, a store that is alive there."""
 
     def __init__(self, folder, size):
-        self.uses = {}  # offset -> last use, to be written
+        self.uses, self._lost = {}, False  # offset -> last use, to be written
         with ExitStack() as undo:
             undo.enter_context(locked(make_rpc_folder(f"{folder}/arena")))
             names = (f"lmcache-{VERSION}-{size}-{of}" for of in (boot_id(), "closed"))
             self._path, self._closed = (Path(folder, name) for name in names)
             if self._closed.exists():
                 self._closed.rename(self._path)
-            for arena in Path(folder).glob("lmcache-[0-9]*-[0-9]*-*/arena"):
+            arenas = [*Path(folder).glob("lmcache-[0-9]*-[0-9]*-*/arena")]
+            room = shutil.disk_usage(folder).free + sum(arena.stat().st_size for arena in arenas)
+            if room < size:  # seen before any is removed
+                raise OSError(f"no room for {size} bytes in {folder}: {room} are free, or ours")
+            for arena in arenas:
                 try:
                     if arena.parent != self._path:
                         raise OSError("of another version, size or boot")
@@ -355,31 +359,35 @@ class Index:
             self.arena = self._path / "arena"
             self.arena.touch(0o600)
             self.file = undo.enter_context(self.arena.open("r+b"))
-            if os.fstat(self.file.fileno()).st_size != size:  # new, or cut
-                (self._path / "index").unlink(missing_ok=True)
-                os.ftruncate(self.file.fileno(), 0)
-                try:
-                    os.posix_fallocate(self.file.fileno(), 0, size)  # later it would be a SIGBUS
-                except OSError as error:
-                    shutil.rmtree(self._path)
-                    raise OSError(f"no room for {size} bytes in {folder}: {error}") from error
-            self._db = sqlite3.connect(self._path / "index", check_same_thread=False)
-            undo.callback(self._db.close)
+            new = os.fstat(self.file.fileno()).st_size != size  # or cut
             try:
+                if new:
+                    (self._path / "index").unlink(missing_ok=True)
+                    os.ftruncate(self.file.fileno(), 0)
+                    os.posix_fallocate(self.file.fileno(), 0, size)  # later it would be a SIGBUS
+                self._db = sqlite3.connect(self._path / "index", check_same_thread=False)
+                undo.callback(self._db.close)
                 self._db.execute("PRAGMA synchronous = OFF")  # the page cache is enough
                 self._db.execute("PRAGMA locking_mode = EXCLUSIVE")  # faster: no lock a write
                 self._db.execute("CREATE TABLE IF NOT EXISTS chunks (offset INTEGER PRIMARY KEY, "
                          "nbytes, use, meta, key UNIQUE)")  # fmt: skip
                 (check,) = self._db.execute("PRAGMA quick_check").fetchone()
-                if check != "ok":
-                    raise sqlite3.DatabaseError(check)
-            except sqlite3.Error as error:
-                raise OSError(f"{self._path} is damaged, remove it: {error}") from error
+                end = 0
+                for offset, nbytes, *_ in [*self.found("offset"), (size, 0)]:
+                    if check != "ok" or offset < end or offset % ALIGN_BYTES:
+                        raise ValueError(f"{check}; {offset} after {end}")
+                    end = offset + aligned(nbytes)
+            except (OSError, sqlite3.Error, TypeError, ValueError) as error:
+                if not new:
+                    raise OSError(f"{self._path} is damaged, remove it: {error}") from error
+                shutil.rmtree(self._path)
+                raise OSError(f"no room for {size} bytes in {folder}: {error}") from error
             self._opened = undo.pop_all()
 
-    def found(self):
+    def found(self, order="use"):
         """(offset, nbytes, last use, meta, key) of each chunk, in the order of their use."""
-        return self._db.execute("SELECT * FROM chunks ORDER BY use").fetchall()
+        columns = "offset, nbytes, use, meta, key"
+        return self._db.execute(f"SELECT {columns} FROM chunks ORDER BY {order}").fetchall()
 
     def add(self, key, chunk, use):
         row = chunk.offset, chunk.nbytes, use, chunk.meta, key
@@ -393,6 +401,8 @@ class Index:
     def _write(self, *statement):
         """In one transaction; what the key named before goes in it. Where it cannot be written, on
         a full disk, nothing will be there again: better than what is not so."""
+        if self._lost:
+            return
         try:
             with self._db:
                 self._db.executemany(
@@ -401,9 +411,9 @@ class Index:
                 self._db.execute(*statement)
             self.uses.clear()
         except sqlite3.Error as error:
-            if self._path.exists():
-                logger.warning("%s is removed, it cannot be written: %s", self._path, error)
-                shutil.rmtree(self._path, ignore_errors=True)
+            self._lost = True
+            logger.warning("%s is removed, it cannot be written: %s", self._path, error)
+            shutil.rmtree(self._path, ignore_errors=True)
 
     def close(self):
         self._write("SELECT 1")  # the last uses
@@ -443,7 +453,7 @@ class ChunkStore(Closing):
         self._lock = threading.RLock()
         self._chunks = {}  # key -> Chunk
         self._pins = OrderedDict()  # lookup_id -> (deadline, chunks)
-        self._in_use = self._releases = 0
+        self._in_use = self._clock = 0
         self.counters = Counter(hits=0, misses=0, evictions=0, rejected=0)
         self._log = RareLog(logger)
         self._warm_bytes, self._warm_end, self._warmer = warm_bytes, 0, None
@@ -479,7 +489,7 @@ class ChunkStore(Closing):
         for offset, _, last_use, meta, key in found:
             at[offset].meta = meta
             self.release([self.commit(key, at[offset])])
-            self._releases = max(self._releases, last_use)
+            self._clock = max(self._clock, last_use)
         self.release(gaps)
 
     def fill(self, chunk, receive):
@@ -554,7 +564,7 @@ class ChunkStore(Closing):
                 self.hold([old])
                 return old
             if self._index:
-                self._index.add(key, chunk, self._releases)
+                self._index.add(key, chunk, self._clock)
             chunk.key = key
             if old is not None:
                 self._drop(old)
@@ -602,7 +612,6 @@ class ChunkStore(Closing):
         and a new one: LMCache has 0 hits left, here 3). Whoever commits, or sends to a remote, goes
         tail first, too."""
         with self._lock:
-            self._releases += 1
             idle = []
             for chunk in reversed(chunks if type(chunks) is list else list(chunks)):
                 chunk.refs -= 1
@@ -694,9 +703,10 @@ class ChunkStore(Closing):
 
     def _set_idle(self, chunks):
         for chunk in chunks:
-            chunk.used_at = self._releases
+            self._clock += 1
+            chunk.used_at = self._clock
         if self._index:
-            self._index.uses |= {chunk.offset: self._releases for chunk in chunks}
+            self._index.uses |= {chunk.offset: chunk.used_at for chunk in chunks}
         self.policy.used([chunk.key for chunk in chunks])
 
     def _drop(self, chunk, evicted=False):
@@ -1041,22 +1051,20 @@ class LMCacheEngine(Closing):
                     break
                 jobs = [(slots[names.slices[i]], here[i]) for i in range(done, end)]
                 self._move(paged.scatter, paged, jobs)
-                if (
-                    any(here[i].own is not None for i in range(done, end))
-                    and not self.tier.let_go()
-                ):
+                if not self.tier.let_go():
                     break
                 for i in range(done, end):
                     written[names.slices[i]] = True
-                    if here[i].own is not None:  # it is not kept
-                        self.chunks.release([here[i]])
-                        here[i] = None
                 done = end
+                loose = [chunk for chunk in filter(None, here) if chunk.own is not None]
+                here = [None if chunk in loose else chunk for chunk in here]
+                self.chunks.release(loose)  # subtle: also those behind a gap, in place no more
         except Exception:
             self._log("retrieve", "retrieve failed at chunk %d: a miss", done, traceback=True)
             self.count(faults=1)
         finally:
             self.chunks.release(filter(None, here))
+            self.tier.let_go()  # of what was fetched in vain
         self.tier.touch(names.keys[:done])  # there too the head is to be the last to go
         self.count(retrieves=1, retrieved_tokens=int(written.sum()))
         return written

@@ -870,8 +870,8 @@ def locked(path, timeout_sec=2.0, how=fcntl.LOCK_EX):
                     raise OSError(f"{path} is locked by another process") from error
                 sleep(0.01)
         yield number
-        fcntl.flock(number, fcntl.LOCK_UN)  # of a process forked meanwhile, too
     finally:
+        fcntl.flock(number, fcntl.LOCK_UN)  # of a process forked meanwhile, too
         os.close(number)
 
 

@@ -59,7 +59,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from engine import ChunkStore
+from engine import ChunkStore, aligned
 from lookup import (
     DTYPE_TO_INT, MAX_KEY_BYTES, POLICIES, CacheEngineKey, Closing, LMCacheEngineConfig,
     MemoryFormat, PerThread, RareLog, RemoteMeta, Service, bytes_of, locked,
@@ -198,7 +198,8 @@ class Stream:
         self._view = memoryview(self.buffer)
         # buffer[at:have] was read and is not consumed; left: bytes of a payload that are to come
         self.at = self.have = self.left = 0
-        self.level = self.arena = None  # of a client's, see RemoteClient._hello
+        self.deadline, self.pid = inf, os.getpid()
+        self.level, self.about = None, b""  # of a client's, see Caller._hello
         self.begin()
 
     def prepare(self, tls, **how):
@@ -224,7 +225,8 @@ class Stream:
 
     def _pace(self, count):
         self._moved += count
-        if monotonic() > self._began + self.timeout_sec + self._moved / MIN_BYTES_PER_SEC:
+        patience = self.timeout_sec + self._moved / MIN_BYTES_PER_SEC
+        if monotonic() > min(self._began + patience, self.deadline):
             raise TimeoutError(f"only {self._moved} bytes moved in {self.timeout_sec} s and more")
 
     def more(self, idle=False):
@@ -261,9 +263,6 @@ class Stream:
                 count = self.sock.recv_into(view)
             except BlockingIOError as error:
                 raise TimeoutError("peer stalled in the middle of a message") from error
-            if count == len(view):
-                self._moved += count
-                return
             if count == 0:
                 raise ConnectionError("peer closed in the middle of a message")
             self._pace(count)
@@ -297,7 +296,8 @@ class Stream:
     def shut(self):
         """Ends it from another thread: whoever waits on it wakes."""
         with suppress(OSError):  # subtle: SSLSocket's own shutdown would make its reader
-            socket.socket.shutdown(self.sock, socket.SHUT_RDWR)  # take it for a plain one
+            if self.pid == os.getpid():  # take it for a plain one; before a fork it was another's
+                socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
 
 
 def read_bytes(read, length):
@@ -347,13 +347,14 @@ class Session(Stream):
         super().__init__(sock, server.stall_timeout_sec, peer)
         self.server, self.store = server, server.store
         self.held, self.made = [], []  # chunks in use; of them (key, chunk) that are reserved
+        self.held_bytes = 0
         self.idle_since = monotonic()  # waits for a request since then
 
     def serve(self):
         server, buffer, contains = self.server, self.buffer, self.store.contains
         while not server.closed:
             self.idle_since = self.idle_since or monotonic()
-            if self.held and monotonic() > self.held_since + self.timeout_sec:
+            if self.held and monotonic() > self.deadline:
                 raise TimeoutError(f"holds {len(self.held)} chunks in place, and does not let go")
             if not self.more(idle=not self.held):
                 return
@@ -503,8 +504,7 @@ class Session(Stream):
         chunk = self.store.acquire(key)
         if chunk is None:
             return MISS
-        held = sum(each.nbytes for each in self.held)
-        if self.held and held + chunk.nbytes > self.store.max_bytes // SHARE:
+        if self.held and self.held_bytes + chunk.size > self.store.max_bytes // SHARE:
             self.store.release([chunk])
             return MISS
         return self._lend(chunk)
@@ -512,12 +512,13 @@ class Session(Stream):
     def _reserve(self, key, length, numbers):
         """The same for a chunk that the client is to write: visible at LETGO. Such chunks of all
         clients are an eighth of the store at most."""
-        store, limit = self.store, self.store.max_bytes // SHARE
-        if not store.arena or length < 0 or not self.server.admit(length, limit):
+        store, size, limit = self.store, aligned(length), self.store.max_bytes // SHARE
+        here = store.arena and not self.server.reaping
+        if not here or length < 0 or not self.server.admit(size, limit):
             return MISS
         chunk = store.reserve(length)
         if chunk is None:
-            self.server.finished(length, limit)
+            self.server.finished(size, limit)
             return MISS
         chunk.meta = reply_to(length, numbers)
         self.made.append((key, chunk))
@@ -525,23 +526,16 @@ class Session(Stream):
 
     def _lend(self, chunk):
         if not self.held:
-            self.held_since = monotonic()
+            self.deadline = monotonic() + self.timeout_sec
         self.held.append(chunk)
+        self.held_bytes += chunk.size
         return chunk.meta + OFFSET.pack(chunk.offset)
 
     def let_go(self):
         for _, chunk in self.made:
-            self.server.finished(chunk.nbytes, self.store.max_bytes // SHARE)
+            self.server.finished(chunk.size, self.store.max_bytes // SHARE)
         self.store.release(self.held)
-        self.held, self.made = [], []
-
-    def end(self):
-        """Subtle: what was reserved, a client whose connection has ended may still be writing, as
-        long as it has the arena locked."""
-        while self.made and not self.server.closed:
-            with suppress(OSError), locked(self.store.arena):
-                self.let_go()
-        self.let_go()
+        self.held, self.made, self.held_bytes, self.deadline = [], [], 0, inf
 
     def _list(self):
         """A thousand keys at a time: nobody who lists holds a copy of them all."""
@@ -589,6 +583,9 @@ class LMCacheServer(Closing):
         self.closed = False
         self.log = RareLog(logger)
         self.refused_clients = 0
+        self._dead = deque()  # sessions that have ended, and have chunks reserved
+        self.reaping, self._reap_at, self._pid = False, 0.0, os.getpid()
+        self._reaper = Service("reaper", self._reap) if folder else None
 
     # -- all connections
 
@@ -609,7 +606,24 @@ class LMCacheServer(Closing):
             session.sock.close()
             with self._lock:
                 self._clients.pop(session, None)
-            session.end()
+            if session.made and not self.closed:
+                self._dead.append(session)
+            else:
+                session.let_go()
+
+    def _reap(self):
+        """A thread's step. Subtle: a client whose connection has ended may still be writing, as
+        long as it has the arena locked. To get that from all, nobody else may reserve then."""
+        sleep(0.1)
+        if self._dead and monotonic() > self._reap_at:
+            self.reaping = True
+            with suppress(OSError), locked(self.store.arena, 0.3):
+                self._bury()
+            self.reaping, self._reap_at = False, monotonic() + 1.0
+
+    def _bury(self):
+        while self._dead:
+            self._dead.popleft().let_go()
 
     def admit(self, length, limit):
         """Whether so large a payload may be under way, until finished(), beside others within the
@@ -678,7 +692,10 @@ class LMCacheServer(Closing):
         }  # fmt: skip
 
     def close(self):
-        """Ends every connection, gives up memory and port. Idempotent."""
+        """Ends every connection, gives up memory and port. Idempotent; nothing in a forked process,
+        where they are another's."""
+        if self._pid != os.getpid():
+            return
         self.closed = True
         with suppress(OSError):
             # subtle: an accept() under way would hold the port
@@ -692,6 +709,9 @@ class LMCacheServer(Closing):
         for thread in clients.values():
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - monotonic()))
+        if self._reaper:
+            self._reaper.close()
+        self._bury()
         self.store.close()
 
 
@@ -760,21 +780,26 @@ class Caller(Closing):
         self._disconnect()  # this thread's; the others' close theirs when they see it, or end
 
     def _hello(self, stream):
-        """Asks for the last command that the server knows, 0 of LMCache's, and maps its memory, if
-        we may."""
+        """Asks for the last command that the server knows, 0 of LMCache's, and for its memory."""
         if stream.level is None:
             stream.write(_request(HEALTH, HELLO))
             reply = self._reply(stream)
-            stream.level, about = reply.shape[0], bytes(read_bytes(stream.read, reply.length))
-            with suppress(OSError, ValueError):
-                path = about[about.find(b"/") :].decode()
-                if about not in self._arenas and arena_of(path) == about:
-                    with open(path, "r+b") as file:
-                        memory, number = mmap.mmap(file.fileno(), 0), os.dup(file.fileno())
-                    weakref.finalize(memory, os.close, number)
-                    self._arenas = {about: (torch.frombuffer(memory, dtype=torch.uint8), number)}
-            stream.arena = self._arenas.get(about)
+            about = bytes(read_bytes(stream.read, reply.length))
+            stream.level, stream.about = reply.shape[0], about
         return stream
+
+    def _arena(self, stream):
+        """The server's memory, uint8 [size], and its file; None where we may not map it. One at a
+        time, and none without a connection: who no longer needs it does not keep it."""
+        about = self._hello(stream).about
+        with suppress(OSError, ValueError):
+            path = about[about.find(b"/") :].decode()
+            if about not in self._arenas and arena_of(path) == about:
+                with open(path, "r+b") as file:
+                    memory, number = mmap.mmap(file.fileno(), 0), os.dup(file.fileno())
+                weakref.finalize(memory, os.close, number)
+                self._arenas = {about: (torch.frombuffer(memory, dtype=torch.uint8), number)}
+        return self._arenas.get(about)
 
     def _reply(self, stream):
         while stream.have - stream.at < REPLY.size:
@@ -835,7 +860,7 @@ class Caller(Closing):
         own.lost, own.unconfirmed = own.lost + own.unconfirmed, 0
         if own.stream is not None:
             own.stream.sock.close()
-            own.stream.arena = own.stream = None
+            own.stream, self._arenas = None, {}
 
 
 class RemoteClient(Caller):
@@ -881,9 +906,10 @@ class RemoteClient(Caller):
         """Writes what it can of these items where the server is to have them; which ones."""
 
         def place(stream):
-            if self._hello(stream).arena is None or self._own.holder is not None:
+            mapped = self._arena(stream)
+            if mapped is None or self._own.holder is not None:
                 return None  # LETGO would end that, too
-            arena, number = stream.arena
+            arena, number = mapped
             # Subtle: for so long the server gives to nobody else what it reserves for us.
             with locked(f"/proc/self/fd/{number}", how=fcntl.LOCK_SH):
                 stream.write(b"".join(_request(RESERVE, key, meta) for key, meta, _ in batch))
@@ -963,18 +989,21 @@ class RemoteClient(Caller):
 
     def hold_many(self, keys):
         """Chunks in the memory of a server on this host: for each key (meta, uint8 [length]), not a
-        copy, or None; None for all where that memory cannot be mapped here. What was read counts
-        once let_go() has returned: subtle, a server that was killed meanwhile has not answered.
-        What this thread held before, it lets go of."""
+        copy, or None; None for all where that memory cannot be mapped here, or for more than 64
+        keys. What was read counts once let_go() has returned: subtle, a server that was killed
+        meanwhile has not answered. What this thread held before, it lets go of."""
 
         def hold(stream):
-            if self._hello(stream).arena is None:
+            mapped = self._arena(stream)
+            if mapped is None or len(keys) > WINDOW:
                 return None
-            self._own.holder, (arena, _) = stream, stream.arena
             stream.write(b"".join(_request(HOLD, key) for key in keys))
-            return [self._mapped(stream, arena) for _ in keys]
+            found = [self._mapped(stream, mapped[0]) for _ in keys]
+            self._own.holder = stream
+            return found
 
-        self.let_go()
+        with suppress(OSError):  # it had ended: nobody needs it any more
+            self.let_go()
         return self._call(hold)
 
     def _mapped(self, stream, arena):
@@ -1112,6 +1141,7 @@ BACKOFF_SEC = 1.0  # a remote that failed is left alone for so long, then twice 
 MAX_BACKOFF_SEC = 30.0
 RECHECK_SEC = 2.0  # a chunk is sent, or asked for again, at most so often
 BATCH_CHUNKS = 16  # that leave in one go
+FORKED = threading.Lock()  # one thread of a forked process makes what it needs anew
 
 
 class RemoteTier:
@@ -1125,9 +1155,10 @@ class RemoteTier:
 
     def __init__(self, engine, remote):
         self._engine, self._store, self._names = engine, engine.chunks, engine.names
-        self._remote, self._log, self._pid = remote, RareLog(logger), os.getpid()
+        self._remote, self._log = remote, RareLog(logger)
         self._backoff_sec, self._retry_at = BACKOFF_SEC / 2, 0.0  # 0 if it is well: not known yet
         self._outbox, self._outbox_bytes = deque(), 0  # (key, chunk in use, was it sent before)
+        self._batch = []  # of the outbox, what is being sent
         self._heard = threading.local()  # of chunks that were lost, how many, at its last flush()
         self._ready = threading.Condition()  # of the outbox
         self._questions = queue.SimpleQueue()  # (keys, Future)
@@ -1135,13 +1166,16 @@ class RemoteTier:
         self._threads = Service("remote-writer", self._write), Service("remote-asker", self._answer)
         with suppress(TimeoutError):  # it may take longer: then the asker goes on by itself
             self._ask([]).result(ANSWER_SEC)
+        self._pid = os.getpid()
 
     # -- is it well?
 
     def _is_well(self):
         if self._pid != os.getpid():  # a forked process: it has not our threads
-            self._store.release(chunk for _, chunk, _ in self._outbox)
-            self.__init__(self._engine, self._remote)
+            with FORKED:
+                if self._pid != os.getpid():
+                    self._store.release([chunk for _, chunk, _ in [*self._outbox, *self._batch]])
+                    self.__init__(self._engine, self._remote)
         return not self._backoff_sec
 
     def _failed(self, error):
@@ -1271,7 +1305,8 @@ class RemoteTier:
         """A step of the writer: a batch out of the outbox."""
         with self._ready:
             self._ready.wait_for(lambda: self._outbox, 0.1)
-            batch = [self._outbox.popleft() for _ in range(min(len(self._outbox), BATCH_CHUNKS))]
+            count = min(len(self._outbox), BATCH_CHUNKS)
+            batch = self._batch = [self._outbox.popleft() for _ in range(count)]
         try:
             if batch:
                 new = sum(not known for _, _, known in batch)
@@ -1298,6 +1333,7 @@ class RemoteTier:
         return len(items), max(0, len(items) - sum(kept))
 
     def _done_with(self, batch):
+        self._batch = []
         self._store.release(chunk for _, chunk, _ in batch)
         with self._ready:
             self._outbox_bytes -= sum(chunk.nbytes for _, chunk, _ in batch)
@@ -1315,8 +1351,8 @@ class RemoteTier:
 
     def close(self, timeout_sec):
         """Hands over what is in the outbox, if the remote is well, and ends the threads."""
+        well = self._is_well()
         with self._ready:
-            well = self._is_well()
             self._ready.wait_for(lambda: not (well and self._outbox_bytes), timeout_sec)
         self._closed = True
         for thread in self._threads:
